@@ -31,6 +31,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "run": "Start and supervise every process of a run on this machine.",
             "serve": "Run the batcher: decides what each step trains on.",
             "worker": "Sample and score rollouts of one env and push them.",
+            "gateway": "Answer agents of other programs, and record their rollouts.",
             "score": "Add what groups need before they train: reference logprobs, slow rewards.",
             "train": "Train on the batches, with one or more data-parallel ranks.",
         },

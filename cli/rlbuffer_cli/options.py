@@ -200,7 +200,7 @@ display = click.option(
 purpose = click.option(
     "--for",
     "purpose",
-    type=click.Choice(["run", "serve", "worker", "score", "train"]),
+    type=click.Choice(["run", "serve", "worker", "gateway", "score", "train"]),
     help="Which command shall find what it needs on this host. [default: run, of a config file: all of them]",
 )
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # settings are shown without a server
     from rlbuffer.store.server.connection import Connection
 
 Parts = Collection[str]
-"""Parts that shall run here: ``serve``, ``train``, ``worker`` or ``worker.NAME``, ``score`` or ``score.NAME``, and
-``run``, which wants workers."""
-EVERYTHING: Parts = ("run", "serve", "worker", "score", "train")
+"""Parts that shall run here: ``serve``, ``train``, ``worker`` or ``worker.NAME``, ``gateway``, ``score`` or
+``score.NAME``, and ``run``, which wants workers."""
+EVERYTHING: Parts = ("run", "serve", "worker", "gateway", "score", "train")
 """Parts that `rlbuffer run` starts."""
 
 

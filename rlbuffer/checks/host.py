@@ -37,7 +37,7 @@ FULL_DISK_BYTES = 2**28
 """Free space from which the server's file and the logs are at their end."""
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
 """Numbers that every model's config calls so."""
-STARTS = ("run", "serve", "worker", "score", "train")
+STARTS = ("run", "serve", "worker", "gateway", "score", "train")
 
 
 # -- folders and the server's address ----------------------------------------------------------------------------------
@@ -105,14 +105,16 @@ def server_address(c: Context) -> Iterator[Finding]:
         yield failure(str(error), error.setting or "redis_url")
 
 
-@check("weights.listen metrics.listen", parts=("serve", "train"))
+@check("weights.listen metrics.listen gateway.listen", parts=("serve", "train", "gateway"))
 def ports(c: Context) -> Iterator[Finding]:
-    """Nobody else listens where weights and metrics are served.
+    """Nobody else listens where weights, metrics and agents are served.
 
     Who has a port may be a process of this run.
     """
     served = {"train": ("weights.listen", c.settings.weights.listen)}
     served["serve"] = ("metrics.listen", c.settings.metrics.listen)
+    if c.settings.gateway.engines:
+        served["gateway"] = ("gateway.listen", c.settings.gateway.listen)
     for setting, listen in (served[part] for part in served if part in c.parts):
         host, port = parse_listen(listen) if listen else ("", 0)
         if not port:

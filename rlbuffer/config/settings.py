@@ -87,6 +87,36 @@ class WeightsSettings(Table):
     )
 
 
+class GatewaySettings(Table):
+    """``[gateway]``: answers agents of other programs, and records their rollouts; no engines: there is none."""
+
+    engines: tuple[Annotated[Url, Field(min_length=1)], ...] = Field(
+        (), description="URLs of the servers that sample, vLLM's or SGLang's; `rlbuffer run` starts a gateway then."
+    )
+    listen: Listen = Field(
+        "127.0.0.1:8400",
+        description="HOST:PORT where agents ask. Beyond this machine RLBUFFER_GATEWAY_TOKEN must be set, for whoever "
+        "begins and ends rollouts.",
+    )
+    url: Url = Field(
+        "", description="Address under which agents reach it, for their base URLs; empty: that of `listen`."
+    )
+    replicas: int = Field(1, ge=1, description="Processes that `rlbuffer run` starts; all listen on one port.")
+    idle_seconds: float = Field(
+        600.0, ge=1, le=840, description="An open rollout of which nothing is heard for so long fails as abandoned."
+    )
+    other_models: Literal["serve", "refuse"] = Field(
+        "serve",
+        description="What an agent gets that names a model which no engine serves: the policy's answer, or an error.",
+    )
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; what agents ask for does not count.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; logprobs are of the whole vocabulary all the same.")
+    max_new_tokens: int = Field(
+        0, ge=0, description="Longest answer in tokens, also where an agent asks for more; 0: as long as it asks for."
+    )
+    timeout_seconds: float = Field(600.0, gt=0, description="Longest that an engine may take for one answer.")
+
+
 class MetricsSettings(Table):
     """``[metrics]``: the run's numbers over HTTP, for Prometheus."""
 
@@ -257,6 +287,7 @@ class RunSettings(Table):
     weights: WeightsSettings = WeightsSettings()
     archive: ArchiveSettings = ArchiveSettings()
     metrics: MetricsSettings = MetricsSettings()
+    gateway: GatewaySettings = GatewaySettings()
     worker: Mapping[Names, WorkerSettings] = Field(default_factory=dict)
     score: Mapping[Names, ScoreSettings] = Field(default_factory=dict)
     eval: Mapping[Names, EvaluationSettings] = Field(default_factory=dict)

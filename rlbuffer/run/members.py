@@ -50,6 +50,17 @@ def member(
     return DONE if is_done else 0
 
 
+# -- gateway ---------------------------------------------------------------------------------------------------------
+def gateway(settings: RunSettings, name: str, stop: threading.Event, *, origin: str = "") -> int:
+    """Runs one process of the gateway until `stop` is set. -> exit code."""
+    from rlbuffer.client.buffer import connect
+    from rlbuffer.gateway.service import run_gateway
+
+    with connect(settings.redis_url, run=settings.run, config=settings, name=name, origin=origin) as buffer:
+        run_gateway(buffer, name, settings, stop=stop)
+    return 0
+
+
 # -- batcher ---------------------------------------------------------------------------------------------------------
 def serve(
     settings: RunSettings,
@@ -100,8 +111,8 @@ def forked_main(settings_json: str, log: Connection, *work: str) -> None:
 
 
 def _work(settings: RunSettings, what: str, *arguments: str) -> None:
-    """Does the work of ``train``, ``serve [again]``, ``worker`` or ``score KEY REPLICA NAME``, and exits with its code;
-    an error is one line in the log and its own exit code."""
+    """Does the work of ``train``, ``serve [again]``, ``gateway NAME``, ``worker`` or ``score KEY REPLICA NAME``, and
+    exits with its code; an error is one line in the log and its own exit code."""
     name_process(" ".join([what, *arguments[2:]]))
     logs.start(clock=False)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
@@ -134,6 +145,8 @@ def _done(settings: RunSettings, what: str, *arguments: str) -> int:
         if what == "serve":
             # In the place of one that ended the run's settings count, which an operator may have changed since.
             return serve(settings, stop, follows="again" in arguments)
+        if what == "gateway":
+            return gateway(settings, arguments[0], stop)
         key, replica, name = arguments
         with ended_when_stuck(stop):
             return member(settings, what, key, int(replica), name, stop)

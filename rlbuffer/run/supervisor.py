@@ -166,6 +166,11 @@ class Supervisor:
 
     def _children(self) -> list[Child]:
         children = [Child(name="serve", start=self._start_serve, is_forked=False)]
+        gateway = self.settings.gateway
+        for replica in range(gateway.replicas if gateway.engines else 0):
+            title = "gateway" if gateway.replicas == 1 else f"gateway-{replica}"
+            start_gateway = partial(self._start_apart, title, "gateway", title)
+            children.append(Child(name=title, start=start_gateway, is_forked=False))
         sections: list[tuple[str, str, WorkerSettings | ScoreSettings]] = []
         sections += [("worker", key, options) for key, options in self.settings.worker.items()]
         sections += [("score", key, options) for key, options in self.settings.score.items()]

@@ -167,7 +167,8 @@ def _events(told: Told) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "response.in_progress", {"response": _head(told)}
     for i, item in enumerate(_items(told)):
         at = {"output_index": i, "item_id": item["id"]}
-        bare = {**item, **({"arguments": ""} if item["type"] == "function_call" else {"content": []})}
+        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        bare = {**item, **empty}
         yield "response.output_item.added", {"output_index": i, "item": {**bare, "status": "in_progress"}}
         if item["type"] == "function_call":
             yield "response.function_call_arguments.delta", {**at, "delta": item["arguments"]}

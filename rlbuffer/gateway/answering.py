@@ -1,0 +1,461 @@
+"""One call of an agent, from its request to the answer that it hears.
+
+    look up -> render what is new, splice -> sample -> RECORD -> tell the agent -> heard
+
+An answer is on the server before the agent hears of it, and whatever breaks in between, the same request gets it again:
+
+- Sampling goes on when its agent hangs up. The next request that is equal takes it over.
+- A request that was recorded and never heard is answered with that.
+- A client's own retry (``x-stainless-retry-count``) waits for the first one, or gets its answer again.
+- Two agents that ask the same at the same time are two calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlbuffer.config.settings import GatewaySettings
+from rlbuffer.errors import (
+    EpochChanged,
+    NotFound,
+    OpenRolloutEnded,
+    OpenRolloutFull,
+    OpenRolloutUnknown,
+    PayloadError,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+)
+from rlbuffer.gateway.dialects.base import Dialect, Told
+from rlbuffer.gateway.engines.base import Answer, Engine, Rendering, shaped, sound
+from rlbuffer.gateway.engines.fleet import Fleet
+from rlbuffer.gateway.history import answers_in, beginnings, following, request_digest
+from rlbuffer.gateway.request import AgentRequest, Refused
+from rlbuffer.gateway.splice import Template, spliced
+from rlbuffer.process.threads import in_thread
+from rlbuffer.records.failure import Failure
+from rlbuffer.store.gateway import GatewayStore
+from rlbuffer.store.open_rollouts import MOST_BYTES, MOST_CALLS, Found, OpenCall, OpenState
+from rlbuffer.worker.samplers.base import Sampling, fitted
+
+T = TypeVar("T")
+MOST_OPEN_CALLS = 1000
+"""Calls that one gateway process has open; more are told to come again, or meet another process."""
+TOUCH_SECONDS = 30.0
+"""Seconds between two touches of an open rollout whose engine is at work."""
+POLICY_SECONDS = 0.5
+"""For so long the newest policy version counts."""
+CONFIG_SECONDS = 5.0
+"""For so long the run's `max_age` counts."""
+RECORD_SECONDS = 300.0
+"""Longest that a sampled answer waits for a server that is away."""
+RETRY_SECONDS = 2.0
+"""What an agent is told to wait."""
+LONGEST_ANSWER = 8192
+"""Tokens of an answer where neither the agent, the settings nor the engine's context limit it."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A call that is being answered."""
+
+    task: asyncio.Task[OpenCall]
+    listeners: int = 0
+    """Requests that wait for it, or are being told."""
+    number: int = 0
+    """Of the call, once it is recorded."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What this process has done."""
+
+    calls: int = 0
+    tokens: int = 0
+    again: int = 0
+    """Requests that got an answer that was there."""
+    engine_seconds: float = 0.0
+    own_seconds: float = 0.0
+    """Of calls, without the engine's."""
+    new_sequences: int = 0
+    """Calls that began a sequence although the conversation had an answer in it."""
+    refused: dict[int, int] = field(default_factory=dict)
+    """HTTP status -> requests."""
+
+
+class Answering:
+    """Answers the calls of all open rollouts."""
+
+    def __init__(self, store: GatewayStore, fleet: Fleet, settings: GatewaySettings) -> None:
+        self._store, self._fleet, self._settings = store, fleet, settings
+        self.tally = Tally()
+        self._flights: dict[tuple[str, str], list[Flight]] = {}
+        self._policy: tuple[float, int] = (float("-inf"), -1)
+        self._max_age: tuple[float, int | None] = (float("-inf"), None)
+
+    @property
+    def open_calls(self) -> int:
+        """Calls that are being answered."""
+        return sum(map(len, self._flights.values()))
+
+    @asynccontextmanager
+    async def flight(
+        self, capability: str, request: AgentRequest, dialect: Dialect, *, is_retry: bool
+    ) -> AsyncIterator[Flight]:
+        """The call that answers a request, for as long as its agent is told of it.
+
+        Leaving it early, because the agent hung up, leaves the call at work.
+
+        Raises:
+            Refused: too many calls are open.
+        """
+        chain = beginnings(request)
+        key = capability, request_digest(request, chain[-1])
+        flight = self._taken_over(key, is_retry)
+        if flight is None:
+            if self.open_calls >= MOST_OPEN_CALLS:
+                raise Refused(
+                    f"this gateway has {MOST_OPEN_CALLS} calls open: ask again in a moment",
+                    status=HTTPStatus.SERVICE_UNAVAILABLE,
+                    retry_seconds=RETRY_SECONDS,
+                )
+            flight = self._begun(key, request, dialect, chain, is_retry)
+        else:
+            self.tally.again += 1
+        flight.listeners += 1
+        try:
+            yield flight
+        finally:
+            flight.listeners -= 1
+            if flight.task.done() and not flight.listeners:
+                self._land(key, flight)
+
+    async def heard(self, capability: str, request: AgentRequest, call: OpenCall) -> None:
+        """The agent has the answer. What cannot be noted is told again to whoever asks the same."""
+        digest = request_digest(request, beginnings(request)[-1])
+        with suppress(OpenRolloutUnknown, ServerUnreachable, ServerRefused, RunGone, EpochChanged):
+            await in_thread(lambda: self._store.heard(capability, digest, call.number))
+
+    async def count_tokens(self, request: AgentRequest) -> int:
+        """Tokens of a whole rendering. Raises Refused."""
+
+        async def work(engine: Engine, _: Template) -> int:
+            return len((await engine.render(request, opens=True)).tokens)
+
+        return await self._fleet.ask("", work)
+
+    async def drain(self, seconds: float) -> None:
+        """Waits until what is being sampled is recorded."""
+        tasks = [flight.task for flights in self._flights.values() for flight in flights]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- flights -------------------------------------------------------------------------------------------------------
+    def _taken_over(self, key: tuple[str, str], is_retry: bool) -> Flight | None:
+        """A call under way that this request waits for: one that nobody waits for any more; a retry, for any."""
+        flights = self._flights.get(key, [])
+        left = [flight for flight in flights if not flight.listeners]
+        if left:
+            return left[0]
+        return flights[0] if is_retry and flights else None
+
+    def _begun(
+        self, key: tuple[str, str], request: AgentRequest, dialect: Dialect, chain: list[str], is_retry: bool
+    ) -> Flight:
+        work = self._answer(key, request, dialect, chain, is_retry)
+        flight = Flight(asyncio.get_running_loop().create_task(work))
+        self._flights.setdefault(key, []).append(flight)
+
+        def landed(task: asyncio.Task[OpenCall]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                flight.number = task.result().number
+            if not flight.listeners:
+                self._land(key, flight)
+
+        flight.task.add_done_callback(landed)
+        return flight
+
+    def _land(self, key: tuple[str, str], flight: Flight) -> None:
+        flights = [other for other in self._flights.get(key, []) if other is not flight]
+        if flights:
+            self._flights[key] = flights
+        else:
+            self._flights.pop(key, None)
+
+    # -- a call --------------------------------------------------------------------------------------------------------
+    async def _answer(
+        self, key: tuple[str, str], request: AgentRequest, dialect: Dialect, chain: list[str], is_retry: bool
+    ) -> OpenCall:
+        """The recorded call that answers a request. Raises Refused."""
+        capability, digest = key
+        begun = time.monotonic()
+        found = await self._look_up(capability, digest, [chain[j] for j in answers_in(request.messages)])
+        others = {flight.number for flight in self._flights.get(key, ()) if flight.listeners}
+        if found.request_call and (is_retry or not (found.is_heard or found.request_call in others)):
+            known = await self._told(lambda: self._store.read_calls(found.rollout.name, [found.request_call]))
+            if known:
+                self.tally.again += 1
+                return known[0]
+        await self._check(capability, found)
+        at = chain.index(found.history) if found.history else 0
+        engine_begun = time.monotonic()
+        call = await self._sampled(capability, request, found, at)
+        engine_seconds = time.monotonic() - engine_begun
+        after = following(chain[-1], dialect.returned(call.details["message"]))
+        recorded = await self._recorded(capability, call, digest, after, found, is_retry=is_retry)
+        self.tally.calls += 1
+        self.tally.tokens += len(call.tokens)
+        self.tally.new_sequences += bool(answers_in(request.messages)) and not call.after
+        self.tally.engine_seconds += engine_seconds
+        self.tally.own_seconds += time.monotonic() - begun - engine_seconds
+        return recorded
+
+    async def _look_up(self, capability: str, digest: str, histories: list[str]) -> Found:
+        found = await self._told(lambda: self._store.look_up(capability, request=digest, histories=histories))
+        if found.rollout.state is not OpenState.OPEN:
+            raise ended_refusal(found.rollout.name)
+        return found
+
+    async def _check(self, capability: str, found: Found) -> None:
+        """Raises Refused where nothing may be sampled for an open rollout."""
+        rollout = found.rollout
+        if rollout.calls >= MOST_CALLS or rollout.bytes >= MOST_BYTES:
+            raise Refused(
+                f"open rollout {rollout.name} has {rollout.calls} calls of {rollout.bytes} bytes: it may have "
+                f"{MOST_CALLS} calls and {MOST_BYTES} bytes. End it",
+                status=HTTPStatus.CONFLICT,
+                code="rollout_full",
+            )
+        why = "the run has gone into another line of versions" if rollout.is_void else ""
+        if not why and rollout.oldest_version is not None:
+            age, most = await self._current() - rollout.oldest_version, await self._most_age()
+            if most is not None and age > most:
+                why = f"its oldest token is {age} policy versions old, and max_age is {most}"
+        if why:
+            await self._told(lambda: self._store.fail(rollout.name, Failure("stale", why)))
+            raise Refused(
+                f"open rollout {rollout.name} cannot be trained any more: {why}. Begin another one",
+                status=HTTPStatus.CONFLICT,
+                code="stale",
+            )
+        if not await self._told(self._store.may_sample):
+            raise Refused(
+                "the server's memory is nearly full, so nothing is sampled until steps retire: ask again",
+                status=HTTPStatus.SERVICE_UNAVAILABLE,
+                code="server_full",
+                retry_seconds=RETRY_SECONDS,
+            )
+
+    async def _sampled(self, capability: str, request: AgentRequest, found: Found, at: int) -> OpenCall:
+        """Asks an engine. What it sees begins with exactly what it saw and sampled before."""
+        kept = await self._history(found) if found.history_call else []
+        touching = asyncio.create_task(self._touched(capability))
+        try:
+
+            async def work(engine: Engine, template: Template) -> OpenCall:
+                return await self._asked(engine, template, request, kept, at)
+
+            return await self._fleet.ask(found.rollout.name, work)
+        finally:
+            touching.cancel()
+            await asyncio.gather(touching, return_exceptions=True)
+
+    async def _asked(
+        self, engine: Engine, template: Template, request: AgentRequest, kept: list[OpenCall], at: int
+    ) -> OpenCall:
+        rendering, new = None, None
+        if kept and template.is_append_only and kept[-1].details.get("is_ended"):
+            seen = list[Rendering]()
+
+            async def render(asked: AgentRequest, opens: bool) -> NDArray[np.int32]:
+                seen.append(await engine.render(asked, opens=opens))
+                return seen[-1].tokens
+
+            new = await spliced(render, request, at, int(kept[-1].tokens[-1]))
+            rendering = seen[-1]
+        if new is None or rendering is None:
+            rendering = await engine.render(request, opens=True)
+            kept, new = [], rendering.tokens
+        prompt = np.concatenate([*(part for call in kept for part in (call.prompt, call.tokens)), new])
+        sampling = fitted(self._sampling(request, engine.context, len(prompt)), len(prompt), engine.context)
+        answer = sound(await engine.generate(request, rendering, prompt, sampling), engine.url)
+        return self._call(shaped(answer, request), request, kept, new, len(prompt))
+
+    def _sampling(self, request: AgentRequest, context: int, length: int) -> Sampling:
+        """The run's own, up to the agent's limit."""
+        limits = [n for n in (request.max_tokens, self._settings.max_new_tokens) if n]
+        most = min(limits) if limits else max(1, context - length) if context else LONGEST_ANSWER
+        return Sampling(max_new_tokens=most, temperature=self._settings.temperature, top_p=self._settings.top_p)
+
+    def _call(
+        self, answer: Answer, request: AgentRequest, kept: list[OpenCall], new: NDArray[np.int32], length: int
+    ) -> OpenCall:
+        made, message = secrets.token_hex(12), dict(answer.message)
+        if "tool_calls" in message:
+            message["tool_calls"] = [
+                {**call, "id": call["id"] or f"call_{made}_{i}"} for i, call in enumerate(message["tool_calls"])
+            ]
+        details = {
+            "id": made,
+            "message": message,
+            "stopped_by": answer.stopped_by,
+            "is_ended": answer.is_ended,
+            "engine_request": answer.request_id,
+            "model": request.model,
+            "role": request.messages[-1]["role"],
+            "prompt_tokens": length,
+            "created": int(time.time()),
+            "temperature": self._settings.temperature,
+            "path": [call.number for call in kept],
+        }
+        return OpenCall(
+            after=kept[-1].number if kept else 0,
+            prompt=new,
+            tokens=answer.completion.tokens,
+            logprobs=answer.completion.logprobs,
+            version_spans=answer.completion.version_spans,
+            finish_reason=answer.completion.finish_reason,
+            details=details,
+        )
+
+    async def _history(self, found: Found) -> list[OpenCall]:
+        """The calls from the beginning of the sequence to the one that is gone on from; none where one is damaged."""
+        name, last = found.rollout.name, found.history_call
+        calls = await self._told(lambda: self._store.read_calls(name, [last]))
+        path = calls[0].details.get("path", []) if calls else []
+        before = await self._told(lambda: self._store.read_calls(name, path)) if path else []
+        return [*before, *calls] if len(before) == len(path) else []
+
+    async def _recorded(
+        self, capability: str, call: OpenCall, digest: str, history: str, found: Found, *, is_retry: bool
+    ) -> OpenCall:
+        """What stands for the request on the server: this call, or the one that was faster.
+
+        What was sampled is kept: it waits for a server that is away for much longer than anything else does.
+        """
+        seen, deadline = found.request_call, time.monotonic() + RECORD_SECONDS
+        record = partial(self._store.record, capability, call, request=digest, history=history, line=found.line)
+        while True:
+            try:
+                recorded = await self._told(partial(record, seen=seen), until=deadline)
+            except EpochChanged as error:
+                raise Refused(
+                    f"open rollout {found.rollout.name} cannot be trained any more: the run has gone into another line "
+                    "of versions. Begin another one",
+                    status=HTTPStatus.CONFLICT,
+                    code="stale",
+                ) from error
+            is_ours = recorded.is_new or recorded.call.details.get("id") == call.details["id"]
+            if is_ours or is_retry:
+                return recorded.call
+            seen = recorded.number  # another agent's, who asked the same at the same time: this is a call of its own
+
+    async def _touched(self, capability: str) -> None:
+        """Keeps an open rollout from being abandoned while its engine is at work."""
+        while True:
+            await asyncio.sleep(TOUCH_SECONDS)
+            with suppress(OpenRolloutUnknown, ServerUnreachable, ServerRefused, RunGone, EpochChanged):
+                await in_thread(lambda: self._store.touch(capability))
+
+    # -- the server ----------------------------------------------------------------------------------------------------
+    async def _told(self, ask: Callable[[], T], *, until: float = 0.0) -> T:
+        """The server's answer, from a thread of its own: no call waits for another one's. Raises Refused.
+
+        Args:
+            until: monotonic; asked again until then while the server is away.
+        """
+        while True:
+            try:
+                return await in_thread(ask)
+            except (ServerUnreachable, ServerRefused) as error:
+                if time.monotonic() < until:
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                raise Refused(
+                    f"the run's server does not answer ({type(error).__name__}): ask again",
+                    status=HTTPStatus.SERVICE_UNAVAILABLE,
+                    code="server_away",
+                    retry_seconds=RETRY_SECONDS,
+                ) from error
+            except OpenRolloutUnknown as error:
+                raise unknown_refusal() from error
+            except OpenRolloutEnded as error:
+                raise Refused(
+                    "this open rollout has ended: it takes no calls any more",
+                    status=HTTPStatus.CONFLICT,
+                    code="rollout_ended",
+                ) from error
+            except OpenRolloutFull as error:
+                raise Refused(str(error), status=HTTPStatus.CONFLICT, code="rollout_full") from error
+            except (RunGone, NotFound, PayloadError) as error:
+                if isinstance(error, EpochChanged):
+                    raise
+                raise Refused(
+                    f"what the server has of this open rollout cannot be used ({type(error).__name__}): begin another",
+                    status=HTTPStatus.CONFLICT,
+                    code="rollout_lost",
+                ) from error
+
+    async def _current(self) -> int:
+        """The newest policy version."""
+        at, version = self._policy
+        if time.monotonic() - at > POLICY_SECONDS:
+            version = (await self._told(self._store.policy)).version
+            self._policy = time.monotonic(), version
+        return version
+
+    async def _most_age(self) -> int | None:
+        """`max_age` of the run; None while no batcher has served it."""
+        at, most = self._max_age
+        if time.monotonic() - at > CONFIG_SECONDS:
+            config: dict[str, Any] = dict((await self._told(self._store.meta)).config or {})
+            most = config.get("max_age")
+            self._max_age = time.monotonic(), most
+        return most
+
+
+def told_of(call: OpenCall) -> Told:
+    """A recorded call, to be told."""
+    details = call.details
+    return Told(
+        id=str(details["id"]),
+        message=details["message"],
+        finish_reason=call.finish_reason,
+        stopped_by=str(details["stopped_by"]),
+        prompt_tokens=int(details["prompt_tokens"]),
+        answer_tokens=len(call.tokens),
+        created=int(details["created"]),
+        model=str(details["model"]) or "policy",
+    )
+
+
+def unknown_refusal() -> Refused:
+    """No open rollout has the capability that a request brings."""
+    return Refused(
+        "no open rollout has this address or key: it was never begun, was pushed a while ago, or is of another run",
+        status=HTTPStatus.NOT_FOUND,
+        code="rollout_unknown",
+    )
+
+
+def ended_refusal(name: str) -> Refused:
+    """An open rollout has ended."""
+    return Refused(
+        f"open rollout {name} has ended: it takes no calls any more", status=HTTPStatus.CONFLICT, code="rollout_ended"
+    )

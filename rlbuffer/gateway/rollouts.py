@@ -1,0 +1,152 @@
+"""The calls of open rollouts as rollouts, and a group of them for its push.
+
+Calls are a tree: each goes on from the one whose answer its conversation ends in, or begins a sequence. Every path from
+a beginning to a call that nobody went on from is a sequence; what two of them share is trained in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.records.failure import Failure
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout, TokenSequence
+from rlbuffer.store.open_rollouts import End, OpenCall
+from rlbuffer.traces.attempt import Stretch
+from rlbuffer.traces.calls import Call, paths_of, sequences_of
+
+STALE = Failure("stale", "the run has gone into another line of versions since it was begun")
+
+
+def rollout_of(calls: Sequence[OpenCall], end: End, *, rollout_id: str, version: int) -> Rollout:
+    """The rollout of an open one.
+
+    Args:
+        calls: all of it, by number.
+        end: how it ended.
+        rollout_id: its name.
+        version: policy version of one that has asked nothing, for people.
+
+    Raises:
+        InvalidRollout: no rollout can be made of them.
+    """
+    given = {"rollout_id": rollout_id, "reward": end.reward, "rewards": end.rewards}
+    failure = end.failure
+    if not calls:
+        failure = failure or Failure("empty", "the agent asked nothing")
+        turns = [{"role": "user", "tokens": [0]}]
+        return Rollout.from_turns(turns, policy_version=version, failure=failure, **{**given, "reward": None})
+    places = {call.number: place for place, call in enumerate(calls)}
+    parents = [places[call.after] if call.after else None for call in calls]
+    paths = paths_of(parents)
+    if len(paths) > MAX_SEQUENCES:
+        kind = f"the agent held {len(paths)} conversations, a rollout has {MAX_SEQUENCES} sequences at most"
+        failure, paths = failure or Failure("sequences", kind), paths[:MAX_SEQUENCES]
+    made: dict[int, Call] = {}
+    sequences = sequences_of([_path([calls[place] for place in path], made) for path in paths])
+    # Not from_sequences, which takes equal beginnings of two answers for one: each call was sampled by itself.
+    main, *further = (_columns(sequence) for sequence in sequences)
+    return Rollout(
+        **main,
+        further=tuple(TokenSequence(**one) for one in further),
+        finish_reason=calls[-1].finish_reason,
+        failure=failure,
+        metadata={**dict(end.details), "calls": [str(call.details.get("id", "")) for call in calls]},
+        **{**given, "reward": None if failure else end.reward},
+    )
+
+
+def _columns(sequence: Stretch) -> dict[str, Any]:
+    names = ("tokens", "loss_mask", "logprobs", "version_spans", "turns", "columns")
+    return {name: getattr(sequence, name) for name in names}
+
+
+def group_of(
+    group_id: str,
+    env: str,
+    about: Mapping[str, Any],
+    rollouts: Sequence[Rollout],
+    *,
+    needs: Sequence[str],
+    created: float,
+    worker: str,
+) -> Group:
+    """The group of rollouts that have all ended. `about`: what its opening has said.
+
+    Raises:
+        InvalidRollout: what was said of it, or a rollout, cannot be in a group.
+    """
+    return Group(
+        group_id=group_id,
+        env=env,
+        prompt_id=str(about.get("prompt_id") or group_id.rpartition(".")[2]),
+        rollouts=tuple(rollouts),
+        planned_size=len(rollouts),
+        answer=about.get("answer"),
+        metadata=about.get("metadata") or {},
+        needs=tuple(need for need in needs if not _have(rollouts, need)),
+        worker=worker,
+        created=created,
+    )
+
+
+def checked_about(group_id: str, env: str, about: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`about`, of which a group can be made once its rollouts have ended. Raises InvalidRollout."""
+    rollout = rollout_of((), End(), rollout_id=f"{group_id}/0", version=0)
+    group_of(group_id, env, about, [rollout], needs=(), created=0.0, worker="gateway")
+    return about
+
+
+def checked_end(end: End) -> End:
+    """An end, with which a rollout can be made. Raises InvalidRollout."""
+    tokens = {"tokens": [0, 0], "loss_mask": [False, True], "logprobs": [0.0, -1.0]}
+    Rollout(
+        tokens=np.array(tokens["tokens"], np.int32),
+        loss_mask=tokens["loss_mask"],
+        logprobs=tokens["logprobs"],
+        version_spans=((0, 0, 2),),
+        reward=end.reward,
+        rewards=end.rewards,
+        failure=end.failure,
+        metadata=end.details,
+    )
+    if end.failure is None and end.reward is None and not end.rewards:
+        raise InvalidRollout("an end needs a reward, named rewards, or a failure")
+    return end
+
+
+def _path(calls: Sequence[OpenCall], made: dict[int, Call]) -> list[Call]:
+    """The calls of a path with all that each saw: views of one array, since a path may have thousands of calls."""
+    whole = np.concatenate([part for call in calls for part in (call.prompt, call.tokens)])
+    place, found = 0, []
+    for call in calls:
+        place += len(call.prompt)
+        if call.number not in made:
+            made[call.number] = Call(
+                prompt=whole[:place],
+                tokens=call.tokens,
+                logprobs=call.logprobs,
+                mask=np.ones(len(call.tokens), np.bool_),
+                version_spans=call.version_spans,
+                temperature=float(call.details.get("temperature", 1.0)),
+                role=str(call.details.get("role") or "user")[:64],
+                key=call.number,
+            )
+        found.append(made[call.number])
+        place += len(call.tokens)
+    return found
+
+
+def _have(rollouts: Sequence[Rollout], need: str) -> bool:
+    """All rollouts that did not fail have what the need is."""
+    sound = [rollout for rollout in rollouts if not rollout.failure]
+    if need == "reward":
+        return all(rollout.reward is not None for rollout in sound)
+    name = need.removeprefix("rewards.")
+    if name != need:
+        return all(name in rollout.rewards for rollout in sound)
+    return all(name in sequence.columns for rollout in sound for sequence in rollout.sequences)

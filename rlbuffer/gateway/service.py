@@ -1,0 +1,480 @@
+"""The gateway's routes.
+
+    POST /v1/open_rollouts {"env", "size", "key"}                    takes a ticket -> a base URL for each rollout
+    POST /r/CAPABILITY/v1/chat/completions | messages | responses    what the agent's own client sends
+    POST /r/CAPABILITY/end {"reward" | "rewards" | "failure"}        the rollout has ended
+    GET  /health, /v1/models
+
+The capability may stand in the path, or be the agent's key (``Authorization: Bearer``, ``x-api-key``) at the same paths
+without ``/r/CAPABILITY``. Beginning and ending need RLBUFFER_GATEWAY_TOKEN where it is set.
+
+Nothing of a request reaches a log: not its text, not its capability. What nobody foresaw is said by its type and place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from rlbuffer.config.addresses import NOWHERE, parse_listen
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import (
+    ConfigError,
+    EnvDone,
+    InvalidRollout,
+    OpenRolloutUnknown,
+    OtherEnd,
+    RlbufferError,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+    TicketGone,
+)
+from rlbuffer.gateway.answering import RETRY_SECONDS, Answering, told_of, unknown_refusal
+from rlbuffer.gateway.dialects.base import Dialect, openai_error
+from rlbuffer.gateway.dialects.chat import CHAT
+from rlbuffer.gateway.dialects.messages import MESSAGES
+from rlbuffer.gateway.dialects.responses import RESPONSES
+from rlbuffer.gateway.engines.fleet import Fleet
+from rlbuffer.gateway.pulse import Pulse
+from rlbuffer.gateway.request import AgentRequest, Refused, mapping, required, text
+from rlbuffer.gateway.rollouts import checked_about, checked_end
+from rlbuffer.gateway.sweeping import Sweeper
+from rlbuffer.gateway.tokens import is_authorized, token_for
+from rlbuffer.process.logs import fields
+from rlbuffer.process.threads import in_thread
+from rlbuffer.process.web_servers import listen
+from rlbuffer.records.failure import Failure
+from rlbuffer.records.group import Ticket
+from rlbuffer.records.info import ENV_NAME
+from rlbuffer.store.gateway import GRACE_SECONDS, MOST_ROLLOUTS, GatewayStore
+from rlbuffer.store.open_rollouts import Begun, End
+
+if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
+
+MOST_BODY = 32 * 2**20
+"""Bytes of a request."""
+PING_SECONDS = 10.0
+"""Silence in a stream after which a ping is sent; before the first one a refusal has a status of its own."""
+LONGEST_WAIT_SECONDS = 60.0
+"""Longest that beginning waits for a ticket."""
+TICKET_POLL_SECONDS = 0.25
+DRAIN_SECONDS = 15.0
+"""Time that calls under way have when the gateway stops."""
+STOP_POLL_SECONDS = 0.2
+DIALECTS: Mapping[str, Dialect] = {"chat/completions": CHAT, "messages": MESSAGES, "responses": RESPONSES}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_log = logging.getLogger(__name__)
+
+
+def run_gateway(buffer: Buffer, name: str, settings: RunSettings, *, stop: threading.Event) -> None:
+    """Serves until `stop` is set.
+
+    Raises:
+        ConfigError: an engine was not started for it, the address cannot be listened at, or has no token.
+    """
+    asyncio.run(_serve(buffer, name, settings, stop))
+
+
+async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threading.Event) -> None:
+    if not settings.gateway.engines:
+        raise ConfigError('gateway.engines names no engine: add [gateway] engines = ["http://host:8000"]')
+    token = token_for(settings.gateway.listen)
+    store = buffer.store.role(GatewayStore)
+    await in_thread(store.open_run)
+    pulse = Pulse(store, name)
+    fleet = Fleet(settings.gateway.engines, timeout_seconds=settings.gateway.timeout_seconds)
+    gateway = Gateway(store, settings, fleet, name=name, token=token, pulse=pulse)
+    try:
+        await fleet.start()
+        await gateway.start()
+        pulse.start()
+        _log.info("listens at %s", gateway.url, extra=fields("ready", url=gateway.url))
+        while not stop.is_set():
+            await asyncio.sleep(STOP_POLL_SECONDS)
+    finally:
+        await gateway.close()
+        await fleet.close()
+        if gateway.url:
+            await asyncio.to_thread(pulse.close)
+    tally = gateway.answering.tally
+    _log.info("stopped: %d calls, %d groups", tally.calls, pulse.groups, extra=fields("stopped", calls=tally.calls))
+
+
+class Gateway:
+    """One process of the gateway: several listen at one address.
+
+    Args:
+        store: the run.
+        settings: the run's.
+        fleet: its engines.
+        name: of this process, for people.
+        token: of whoever begins and ends; "" for none.
+        pulse: hears what it does.
+    """
+
+    def __init__(
+        self,
+        store: GatewayStore,
+        settings: RunSettings,
+        fleet: Fleet,
+        *,
+        name: str = "gateway",
+        token: str = "",
+        pulse: Pulse | None = None,
+    ) -> None:
+        self._store, self._settings, self._fleet, self._token = store, settings.gateway, fleet, token
+        self.pulse = pulse or Pulse(store, name)
+        self.answering = Answering(store, fleet, settings.gateway)
+        self.sweeper = Sweeper(store, settings, name, self.pulse.pushed)
+        self.pulse.answering, self.pulse.sweeper, self.pulse.fleet = self.answering, self.sweeper, fleet
+        self.url = ""
+        """``http://HOST:PORT``, once it listens."""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listens, and sweeps. Raises ConfigError."""
+        app = web.Application(client_max_size=MOST_BODY)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/v1/open_rollouts", self._guarded(self._begin, openai_error))
+        for prefix in ("", "/r/{capability}"):
+            app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_post(f"{prefix}/end", self._guarded(self._end, openai_error))
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._guarded(self._count, MESSAGES.error))
+            for path, dialect in DIALECTS.items():
+                app.router.add_post(f"{prefix}/v1/{path}", self._guarded(self._call_in(dialect), dialect.error))
+        host, port = parse_listen(self._settings.listen)
+        try:
+            self._runner = await listen(app, host, port, refuse=_refuse_early, is_shared=True)
+        except OSError as error:
+            raise ConfigError(
+                f"gateway.listen = {self._settings.listen!r} cannot be listened at ({error.strerror or error}): choose "
+                "another port, or stop what has it",
+                setting="gateway.listen",
+            ) from error
+        host = "127.0.0.1" if host in ("", *NOWHERE) else host
+        port = self._runner.addresses[0][1]
+        self.url = self._settings.url.rstrip("/") or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.pulse.listens = self.url
+        self.sweeper.start()
+
+    async def close(self) -> None:
+        """Lets calls under way be recorded, stops listening, pushes what has ended. Safe to repeat."""
+        runner, self._runner = self._runner, None
+        if runner is None:
+            return
+        for site in list(runner.sites):
+            await site.stop()
+        await self.answering.drain(DRAIN_SECONDS)
+        await runner.cleanup()
+        await self.sweeper.close()
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+    def _guarded(self, handler: Handler, form: Callable[[Refused], dict[str, Any]]) -> Handler:
+        """The handler, whose refusals have the form of its dialect, whatever happens."""
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            try:
+                return await handler(request)
+            except Refused as refused:
+                return self._refusal(refused, form)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                return self._refusal(_unforeseen(error), form)
+
+        return guarded
+
+    def _refusal(self, refused: Refused, form: Callable[[Refused], dict[str, Any]]) -> web.Response:
+        refusals = self.answering.tally.refused
+        refusals[refused.status] = refusals.get(refused.status, 0) + 1
+        return _response(refused, form)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "troubles": self._fleet.troubles})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        models = [{"id": model, "object": "model", "type": "model"} for model in self._fleet.models or ["policy"]]
+        return web.json_response({"object": "list", "data": models, "has_more": False})
+
+    # -- open rollouts -------------------------------------------------------------------------------------------------
+    async def _begin(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        body = await _body(request)
+        env, size, key = text(body.get("env"), "env"), body.get("size", 1), text(body.get("key"), "key")
+        required(ENV_NAME.match(env), f"env must match {ENV_NAME.pattern[:-2]}")
+        is_size = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= MOST_ROLLOUTS
+        required(is_size, f"size must be a whole number from 1 to {MOST_ROLLOUTS}")
+        required(len(key) <= 512, "key may have 512 characters")
+        wait = body.get("wait", 0)
+        is_wait = isinstance(wait, int | float) and not isinstance(wait, bool) and 0 <= wait <= LONGEST_WAIT_SECONDS
+        required(is_wait, f"wait must be seconds from 0 to {LONGEST_WAIT_SECONDS:g}")
+        about = {name: body[name] for name in ("prompt_id", "answer", "metadata") if body.get(name) is not None}
+        try:
+            checked_about(f"{env}.0", env, about)
+        except InvalidRollout as error:
+            raise Refused(str(error), code="invalid_value") from error
+        limit = body.get("tickets")
+        is_limit = limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0)
+        required(is_limit, "tickets must be a whole number: how many the env has in all")
+        begun = await self._begun(env, size, key or secrets.token_urlsafe(32), about, float(wait), limit)
+        return web.json_response(
+            {
+                "group_id": begun.group_id,
+                "env": begun.env,
+                "number": begun.number,
+                "open_rollouts": [
+                    {
+                        "name": name,
+                        "base_url": f"{self.url}/r/{capability}/v1",
+                        "anthropic_base_url": f"{self.url}/r/{capability}",
+                        "end_url": f"{self.url}/r/{capability}/end",
+                        "api_key": capability,
+                    }
+                    for name, capability in zip(begun.names, begun.capabilities, strict=True)
+                ],
+            }
+        )
+
+    async def _begun(
+        self, env: str, size: int, key: str, about: dict[str, Any], wait: float, limit: int | None
+    ) -> Begun:
+        """What was begun with this key, else new rollouts of a ticket, which is waited for."""
+        store, deadline = self._store, time.monotonic() + wait
+
+        def work() -> Begun | None:
+            known = store.begun(key)
+            if known is not None:
+                return known
+            numbers = store.take_tickets(env, 1, ttl_seconds=GRACE_SECONDS, size=limit)
+            if not numbers:
+                return None
+            ticket = Ticket(env=env, number=numbers[0], group_id=f"{env}.{numbers[0]}")
+            try:
+                begun = store.begin(key, ticket, size=size, about=about, idle_seconds=self._settings.idle_seconds)
+            except TicketGone:
+                return None
+            except BaseException:
+                store.release_tickets(env, numbers)
+                raise
+            if (begun.env, begun.number) != (env, ticket.number):
+                store.release_tickets(env, numbers)
+            return begun
+
+        while True:
+            begun = await _on_server(work)
+            if begun is not None:
+                return begun
+            if time.monotonic() >= deadline:
+                raise Refused(
+                    f"no ticket of env {env} is out now: what is pending and under way is enough, so ask again. "
+                    "`rlbuffer inspect` says what the run waits for",
+                    status=HTTPStatus.SERVICE_UNAVAILABLE,
+                    code="no_ticket",
+                    retry_seconds=RETRY_SECONDS,
+                )
+            await asyncio.sleep(TICKET_POLL_SECONDS)
+
+    async def _end(self, request: web.Request) -> web.Response:
+        self._authorize(request)
+        capability = self._capability(request)
+        end = _end_of(await _body(request))
+        status = await _on_server(lambda: self._store.end(capability, end))
+        group_id = capability.rsplit(".", 2)[0]  # the store has found it
+        self.sweeper.ended(group_id)
+        return web.json_response({"state": "ended", "is_first": status == "ended"})
+
+    def _authorize(self, request: web.Request) -> None:
+        if not is_authorized(request.headers.get("Authorization", ""), self._token):
+            raise Refused(
+                "beginning and ending rollouts need the gateway's token as bearer token (RLBUFFER_GATEWAY_TOKEN)",
+                status=HTTPStatus.UNAUTHORIZED,
+                code="invalid_token",
+            )
+
+    def _capability(self, request: web.Request) -> str:
+        """The capability of a request. Raises Refused where it brings none."""
+        found = request.match_info.get("capability", "") or request.headers.get("x-api-key", "")
+        found = found or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if not found:
+            raise Refused(
+                "no key: use the base_url or the api_key that beginning the rollout has answered",
+                status=HTTPStatus.UNAUTHORIZED,
+                code="invalid_api_key",
+            )
+        return found
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+    def _call_in(self, dialect: Dialect) -> Handler:
+        async def call(request: web.Request) -> web.StreamResponse:
+            capability = self._capability(request)
+            asked = dialect.parse(await _body(request))
+            self._check_model(asked)
+            retries = request.headers.get("x-stainless-retry-count", "0")
+            is_retry = retries.isdecimal() and int(retries) > 0
+            async with self.answering.flight(capability, asked, dialect, is_retry=is_retry) as flight:
+                if asked.is_streamed:
+                    response = await self._streamed(request, dialect, asked, flight.task)
+                else:
+                    told = told_of(await asyncio.shield(flight.task))
+                    response = web.json_response(dialect.answer(told), headers={"x-request-id": told.id})
+                    await response.prepare(request)
+                    await response.write_eof()
+                if flight.task.done() and not flight.task.cancelled() and flight.task.exception() is None:
+                    await self.answering.heard(capability, asked, flight.task.result())
+            return response
+
+        return call
+
+    async def _streamed(
+        self, request: web.Request, dialect: Dialect, asked: AgentRequest, task: asyncio.Task[Any]
+    ) -> web.StreamResponse:
+        """The answer as events. A refusal that comes before the first ping has a status of its own."""
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        while not task.done():
+            await asyncio.wait({task}, timeout=PING_SECONDS)
+            if not task.done():
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(dialect.ping)
+        try:
+            told = told_of(task.result())
+        except (Refused, asyncio.CancelledError) as error:
+            if not response.prepared:
+                raise
+            refused = error if isinstance(error, Refused) else _stopping()
+            await response.write(_event(dialect.error_event, dialect.error(refused)))
+        except Exception as error:
+            if not response.prepared:
+                raise
+            await response.write(_event(dialect.error_event, dialect.error(_unforeseen(error))))
+        else:
+            response.headers["x-request-id"] = told.id
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(b"".join(_event(name, data) for name, data in dialect.events(told, asked)))
+        await response.write_eof()
+        return response
+
+    async def _count(self, request: web.Request) -> web.Response:
+        self._capability(request)
+        asked = MESSAGES.parse(await _body(request))
+        return web.json_response({"input_tokens": await self.answering.count_tokens(asked)})
+
+    def _check_model(self, asked: AgentRequest) -> None:
+        models = [*self._fleet.models, "policy"]
+        if self._settings.other_models == "refuse" and asked.model not in models:
+            raise Refused(
+                f'that model is not served here, but {", ".join(models)} (gateway.other_models = "refuse")',
+                status=HTTPStatus.NOT_FOUND,
+                code="model_not_found",
+            )
+
+
+async def _body(request: web.Request) -> Mapping[str, Any]:
+    """The body of a request, a JSON object. Raises Refused."""
+    try:
+        return mapping(json.loads(await request.read()), "the body")
+    except (ValueError, RecursionError) as error:
+        raise Refused("the body is no JSON object", code="invalid_json") from error
+
+
+def _end_of(body: Mapping[str, Any]) -> End:
+    """The end that a body tells of. Raises Refused."""
+    failure, rewards = body.get("failure"), mapping(body.get("rewards") or {}, "rewards")
+    reward = body.get("reward")
+    if isinstance(failure, Mapping):
+        failure = [failure.get("kind"), failure.get("message") or ""]
+    elif isinstance(failure, str):
+        failure = ["failed", failure]
+    if failure is None and reward is None and len(rewards) == 1:
+        reward = next(iter(rewards.values()))
+    try:
+        kept = None if failure is None else Failure(*failure)
+        numbers = {str(name): value for name, value in rewards.items()}
+        end = checked_end(End(reward=reward, rewards=numbers, failure=kept))
+    except (InvalidRollout, TypeError) as error:
+        told = (
+            str(error) if isinstance(error, InvalidRollout) else "failure must be a text, or have a kind and a message"
+        )
+        raise Refused(told, code="invalid_value") from error
+    return End(
+        reward=None if end.reward is None else float(end.reward),
+        rewards={name: float(value) for name, value in end.rewards.items()},
+        failure=end.failure,
+    )
+
+
+async def _on_server(work: Callable[[], Any]) -> Any:
+    """What the server answers, from a thread of its own. Raises Refused."""
+    try:
+        return await in_thread(work)
+    except OpenRolloutUnknown as error:
+        raise unknown_refusal() from error
+    except (OtherEnd, EnvDone, RunGone) as error:
+        code = "other_end" if isinstance(error, OtherEnd) else "env_done" if isinstance(error, EnvDone) else "run_gone"
+        raise Refused(str(error), status=HTTPStatus.CONFLICT, code=code) from error
+    except (ServerRefused, ServerUnreachable) as error:
+        raise Refused(
+            f"the run's server takes nothing now ({type(error).__name__}): ask again",
+            status=HTTPStatus.SERVICE_UNAVAILABLE,
+            code="server_away",
+            retry_seconds=RETRY_SECONDS,
+        ) from error
+    except RlbufferError as error:
+        raise Refused(str(error), status=HTTPStatus.CONFLICT) from error
+
+
+def _response(refused: Refused, form: Callable[[Refused], dict[str, Any]]) -> web.Response:
+    """An error in the form that the dialect's clients know; they try again only what may pass."""
+    headers = {"x-should-retry": "true" if refused.retry_seconds else "false"}
+    if refused.retry_seconds:
+        headers["Retry-After"] = f"{refused.retry_seconds:.0f}"
+    return web.json_response(form(refused), status=refused.status, headers=headers)
+
+
+def _refuse_early(request: web.Request, status: HTTPStatus, told: str) -> web.StreamResponse:
+    """What is refused before a handler has it, in the form of the dialect at its path."""
+    if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        told = f"a request has {MOST_BODY // 2**20} MiB at most"
+    form = next((d.error for path, d in DIALECTS.items() if request.path.endswith(f"/v1/{path}")), openai_error)
+    return _response(Refused(told, status=status), form)
+
+
+def _event(name: str, data: Any) -> bytes:
+    body = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {body}\n\n".encode()
+
+
+def _unforeseen(error: BaseException) -> Refused:
+    """Says where something went wrong that nobody foresaw, and not its words: they may be an agent's."""
+    places = traceback.extract_tb(error.__traceback__)
+    place = f"{places[-1].filename.rpartition('/')[2]}:{places[-1].lineno}" if places else "?"
+    _log.warning("a request could not be answered: %s at %s", type(error).__name__, place)
+    return Refused(
+        f"the gateway has failed ({type(error).__name__} at {place}): this is a defect of rlbuffer",
+        status=HTTPStatus.INTERNAL_SERVER_ERROR,
+        code="internal",
+    )
+
+
+def _stopping() -> Refused:
+    return Refused(
+        "the gateway stops: ask again, and another one answers",
+        status=HTTPStatus.SERVICE_UNAVAILABLE,
+        code="stopping",
+        retry_seconds=RETRY_SECONDS,
+    )

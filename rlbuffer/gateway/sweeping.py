@@ -1,0 +1,176 @@
+"""What open rollouts need beside requests: the abandoned ones are ended, and the groups that have ended are pushed.
+
+Every gateway does it, for all: of several at once one is first, and the others change nothing. A group that cannot be
+pushed is said once, counted, and tried again ever more seldom; the others do not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import InvalidRollout, OpenRolloutUnknown, RlbufferError
+from rlbuffer.gateway.rollouts import STALE, group_of, rollout_of
+from rlbuffer.process.threads import in_thread
+from rlbuffer.records.failure import Failure
+from rlbuffer.records.group import Group
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.store.gateway import GatewayStore
+from rlbuffer.store.open_rollouts import End, OpenRollout, WaitingGroup
+
+SWEEP_SECONDS = 1.0
+"""Seconds between two sweeps."""
+OTHERS_SECONDS = 2.0
+"""A group waits for so long for the gateway that ended its last rollout, before another one pushes it."""
+GROUPS_PER_SWEEP = 16
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
+"""Pause before a group that could not be pushed is tried again; doubled each time."""
+_log = logging.getLogger(__name__)
+
+
+class Sweeper:
+    """Sweeps until it is closed.
+
+    Args:
+        store: the run.
+        settings: what groups need is said there.
+        worker: name under which groups are pushed.
+        noted: hears of each group that is stored: its rollouts and tokens.
+    """
+
+    def __init__(self, store: GatewayStore, settings: RunSettings, worker: str, noted: Callable[[Group], None]) -> None:
+        self._store, self._settings, self._worker, self._noted = store, settings, worker, noted
+        self._woken = asyncio.Event()
+        self._own = set[str]()
+        """Groups of which this gateway ended a rollout: pushed at once."""
+        self._seen: dict[str, float] = {}
+        """Group that waits -> monotonic time when it was seen first."""
+        self._later: dict[str, tuple[float, float]] = {}
+        """Group that could not be pushed -> monotonic time of the next try, and the pause before the one after it."""
+        self.abandoned = 0
+        """Open rollouts that were ended here."""
+        self.trouble = ""
+        """What hinders the sweep now, as a sentence; "" for nothing."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins, on the running loop."""
+        self._tasks = [asyncio.create_task(self._ends()), asyncio.create_task(self._pushes())]
+
+    async def close(self) -> None:
+        """Pushes what has ended here, unless the server is away, and stops."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks and not self.trouble:
+            await self._guarded(self._push_all)
+
+    def ended(self, group_id: str) -> None:
+        """A rollout of this group has just ended here: it is looked at now."""
+        self._own.add(group_id)
+        self._woken.set()
+
+    @property
+    def stuck(self) -> int:
+        """Groups that could not be pushed."""
+        return len(self._later)
+
+    async def _ends(self) -> None:
+        while True:
+            await self._guarded(self._end_abandoned)
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    async def _end_abandoned(self) -> None:
+        names = await in_thread(self._store.end_abandoned)
+        self.abandoned += len(names)
+        for name in names:
+            _log.warning("open rollout %s is abandoned: nothing was heard of it. It is a failed attempt", name)
+
+    async def _pushes(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SWEEP_SECONDS):
+                    await self._woken.wait()
+            self._woken.clear()
+            await self._guarded(self._push_all)
+
+    async def _guarded(self, work: Callable[[], object]) -> None:
+        """Whatever goes wrong ends no sweep: the next one tries again."""
+        try:
+            await work()  # type: ignore[misc]
+            self.trouble = ""
+        except Exception as error:  # records come from the server, where anybody may have written them
+            told = str(error) if isinstance(error, RlbufferError) else type(error).__name__
+            if told != self.trouble:
+                _log.warning("open rollouts are not looked after, and the next look tries again: %s", told)
+            self.trouble = told
+
+    async def _push_all(self) -> None:
+        waiting = await in_thread(lambda: self._store.waiting(limit=GROUPS_PER_SWEEP + len(self._later)))
+        known = {group.group_id for group in waiting}
+        self._later = {group: at for group, at in self._later.items() if group in known}
+        now = time.monotonic()
+        self._seen = {group: self._seen.get(group, now) for group in known}
+        for group in waiting:
+            at, pause = self._later.get(group.group_id, (0.0, FIRST_PAUSE_SECONDS))
+            is_fresh = now - self._seen[group.group_id] < OTHERS_SECONDS
+            if now < at or (is_fresh and group.group_id not in self._own):
+                continue
+            try:
+                pushed = await in_thread(lambda group=group: self._push(group))
+            except Exception as error:
+                told = str(error) if isinstance(error, RlbufferError) else type(error).__name__
+                if group.group_id not in self._later:
+                    _log.warning("group %s cannot be pushed, and is tried again: %s", group.group_id, told)
+                self._later[group.group_id] = now + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
+                continue
+            self._later.pop(group.group_id, None)
+            self._own.discard(group.group_id)
+            if pushed is not None:
+                self._noted(pushed)
+
+    def _push(self, waiting: WaitingGroup) -> Group | None:
+        """Pushes a group. -> it, where this gateway was the first."""
+        version = max(self._store.policy().version, 0)
+        rollouts = [self._rollout(waiting, one, version) for one in waiting.rollouts]
+        group = self._group(waiting, rollouts)
+        try:
+            status, _ = self._store.push_rollouts(waiting, group)
+        except InvalidRollout as error:  # larger than the server takes
+            failure = Failure("too_large", str(error))
+            bare = [_failed(one, failure, version) for one in waiting.rollouts]
+            status, _ = self._store.push_rollouts(waiting, self._group(waiting, bare))
+        except OpenRolloutUnknown:  # another gateway was faster, and it is retired already
+            return None
+        return group if str(status) == "stored" else None
+
+    def _rollout(self, waiting: WaitingGroup, one: OpenRollout, version: int) -> Rollout:
+        """A rollout that can be pushed, whatever the server has of it."""
+        end = one.end or End(failure=Failure("damaged", "its end cannot be read"))
+        if waiting.is_void and end.failure is None:
+            end = End(failure=STALE, details=end.details)
+        try:
+            calls = self._store.read_calls(one.name)
+            if len(calls) != one.calls:
+                raise InvalidRollout(f"{one.calls - len(calls)} of {one.calls} calls are missing")
+            return rollout_of(calls, end, rollout_id=one.name, version=version)
+        except (InvalidRollout, LookupError, TypeError, ValueError) as error:
+            _log.warning("open rollout %s cannot be trained: what was recorded of it is damaged", one.name)
+            return _failed(one, Failure("damaged", f"{type(error).__name__}: {error}"), version)
+
+    def _group(self, waiting: WaitingGroup, rollouts: list[Rollout]) -> Group:
+        needs = self._settings.needs_of(waiting.env)
+        created = waiting.begun_ms / 1000
+        given = {"needs": needs, "created": created, "worker": self._worker}
+        try:
+            return group_of(waiting.group_id, waiting.env, waiting.about, rollouts, **given)
+        except InvalidRollout:  # what was said at its opening is damaged
+            return group_of(waiting.group_id, waiting.env, {}, rollouts, **given)
+
+
+def _failed(one: OpenRollout, failure: Failure, version: int) -> Rollout:
+    return rollout_of((), End(failure=failure), rollout_id=one.name, version=version)

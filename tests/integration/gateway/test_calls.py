@@ -1,0 +1,610 @@
+"""Agents before a gateway on a real server: each answer that one hears is trained once, with what the engine saw."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from gateway_stage import TOOLS, Stage, engine_samples, trained_samples
+
+from rlbuffer.errors import ConfigError
+from rlbuffer.gateway import answering, service
+from rlbuffer.store.gateway import GatewayStore
+
+
+@pytest.fixture
+def stage(redis_url: str, run_name: str) -> Iterator[Stage]:
+    made = Stage(redis_url, run_name)
+    yield made
+    made.close()
+
+
+def events(text: str) -> list[Any]:
+    """The data of a stream's events."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_a_conversation_with_tools_is_one_sequence_of_what_the_engine_saw_and_sampled(stage: Stage) -> None:
+    agent = stage.agent()
+    agent.messages.append({"role": "system", "content": "Solve it."})
+    agent.ask('call look_up {"word": "tree"}', tools=TOOLS)
+    agent.result("a plant")
+    agent.ask("say a tree is a plant", tools=TOOLS)
+    agent.ask("say so it is", tools=TOOLS)
+    assert agent.end(reward=0.5).json() == {"state": "ended", "is_first": True}
+    (rollout,) = stage.rollouts()
+    assert (rollout.rollout_id, rollout.reward, len(rollout.sequences)) == (agent.name, 0.5, 1)
+    assert trained_samples(rollout) == engine_samples(stage.engine)
+    assert [turn.role for turn in rollout.turns] == ["user", "assistant", "user", "assistant", "user", "assistant"]
+    assert stage.buffer.verify().ok
+
+
+def test_helpers_and_branches_are_sequences_and_what_they_share_is_trained_once(stage: Stage) -> None:
+    agent = stage.agent()
+    agent.ask("say one")
+    helper = type(agent)(stage, agent.opened)
+    helper.messages.append({"role": "system", "content": "You are a helper"})
+    helper.ask("say two")
+    branch = type(agent)(stage, agent.opened)
+    branch.messages = list(agent.messages)
+    branch.ask("say three")
+    agent.ask("say four")
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert len(rollout.sequences) == 3
+    assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
+
+
+def test_versions_are_those_of_each_token(stage: Stage) -> None:
+    agent = stage.agent()
+    stage.engine.delay = 0.3
+    threading.Timer(0.1, setattr, (stage.engine, "version", "1")).start()
+    agent.ask("say hello")
+    agent.end()
+    (rollout,) = stage.rollouts()
+    (sample,) = stage.engine.samples
+    start = len(sample.prompt)
+    assert [tuple(span) for span in rollout.version_spans] == [(v, start + a, start + b) for v, a, b in sample.spans]
+
+
+def test_a_stream_says_what_the_answer_says_and_pings_while_it_waits(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "PING_SECONDS", 0.1)
+    agent = stage.agent()
+    stage.engine.delay = 0.5
+    response = agent.post(
+        'call look_up {"word": "a"}', stream=True, tools=TOOLS, stream_options={"include_usage": True}
+    )
+    assert ": waiting" in response.text
+    first, last, usage = events(response.text)
+    (call,) = first["choices"][0]["delta"]["tool_calls"]
+    assert (call["index"], call["function"]) == (0, {"name": "look_up", "arguments": '{"word": "a"}'})
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
+    assert usage["usage"]["completion_tokens"] == len(stage.engine.samples[0].tokens)
+
+
+def test_a_refusal_behind_pings_is_an_event(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "PING_SECONDS", 0.1)
+    agent = stage.agent()
+    stage.engine.delay = 0.5
+    stage.engine.spoil = lambda answer: {"choices": []}
+    (event,) = events(agent.post("say x", stream=True).text)
+    assert event["error"]["code"] == "engine_refused"
+
+
+# -- the same request again ------------------------------------------------------------------------------------------
+def test_an_agent_that_hangs_up_is_answered_with_what_was_sampled_for_it(stage: Stage) -> None:
+    agent = stage.agent()
+    stage.engine.holds = True
+    with pytest.raises(httpx.ReadTimeout):
+        agent.post("say hello", timeout=0.5)
+    stage.wait_for(lambda: stage.first.gateway.answering.open_calls)
+    stage.engine.holds = False
+    first = agent.post("say hello", retry=1).json()
+    assert len(stage.engine.samples) == 1
+    assert agent.post("say hello", retry=2).json() == first
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert trained_samples(rollout) == engine_samples(stage.engine)
+
+
+def test_what_was_recorded_and_never_heard_is_told_by_another_gateway(stage: Stage) -> None:
+    agent = stage.agent()
+    stage.engine.holds = True
+    with pytest.raises(httpx.ReadTimeout):
+        agent.post("say hello", timeout=0.5)
+    stage.engine.holds = False
+    stage.wait_for(lambda: stage.engine.samples and not stage.first.gateway.answering.open_calls)
+    other = stage.serve()
+    stage.drop(stage.first, kills=True)
+    stage.first = other
+    answer = agent.at(other).post("say hello", retry=None).json()
+    assert answer["choices"][0]["message"]["content"] == "hello"
+    assert len(stage.engine.samples) == 1
+
+
+def test_a_gateway_that_is_killed_loses_no_answer_that_was_heard(stage: Stage) -> None:
+    agent = stage.agent()
+    agent.ask("say one")
+    stage.engine.holds = True
+    with pytest.raises(httpx.ReadTimeout):
+        agent.post("say two", timeout=0.5)
+    other = stage.serve()
+    stage.drop(stage.first, kills=True)
+    stage.first = other
+    stage.engine.holds = False
+    agent = agent.at(other)
+    agent.ask("say two", retry=1)
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert len(rollout.sequences) == 1
+    assert set(trained_samples(rollout)) <= set(engine_samples(stage.engine))
+    assert len(trained_samples(rollout)) == 2
+
+
+def test_a_retry_waits_for_the_first_one_and_is_not_sampled_twice(stage: Stage) -> None:
+    agent = stage.agent()
+    stage.engine.holds = True
+    answers: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda retry=retry: answers.append(agent.post("say hello", retry=retry).json()))
+        for retry in (0, 1, 2)
+    ]
+    threads[0].start()
+    stage.wait_for(lambda: stage.first.gateway.answering.open_calls)
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.3)
+    stage.engine.holds = False
+    for thread in threads:
+        thread.join()
+    assert len({answer["id"] for answer in answers}) == 1
+    assert len(stage.engine.samples) == 1
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+def test_two_agents_that_ask_the_same_at_once_are_two_calls(stage: Stage, gateways: int) -> None:
+    agent = stage.agent()
+    others = [agent] + [agent.at(stage.serve()) for _ in range(gateways - 1)]
+    stage.engine.holds = True
+    answers: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda one=one: answers.append(one.post("tell me").json()))
+        for one in (others[0], others[-1])
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    stage.engine.holds = False
+    for thread in threads:
+        thread.join()
+    assert len({answer["id"] for answer in answers}) == 2
+    assert agent.post("tell me").json()["id"] not in {answer["id"] for answer in answers}
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
+
+
+# -- edges -----------------------------------------------------------------------------------------------------------
+def test_an_answer_that_a_limit_cut_begins_a_new_sequence(stage: Stage) -> None:
+    agent = stage.agent()
+    assert agent.ask("say the answer is a tree", max_tokens=6)
+    agent.ask("say go on")
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert len(rollout.sequences) == 2
+    assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
+
+
+def test_an_answer_that_a_stop_text_ended_begins_a_new_sequence_and_is_cut(stage: Stage) -> None:
+    agent = stage.agent()
+    assert agent.ask("say the answer is a tree", stop=["is a"])["content"] == "the answer "
+    agent.ask("say go on")
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert len(rollout.sequences) == 2
+
+
+def test_an_empty_answer_is_an_answer(stage: Stage) -> None:
+    agent = stage.agent()
+    assert agent.ask("empty")["content"] == ""
+    agent.ask("say go on")
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert len(rollout.sequences) == 1
+
+
+def test_a_conversation_that_fills_the_context_is_refused_in_words_that_agents_know(stage: Stage) -> None:
+    agent = stage.agent()
+    stage.engine.context = 200
+    other = agent.at(stage.serve())
+    refused = other.post("a tree " * 300)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert refused.headers["x-should-retry"] == "false"
+    answer = other.post("say " + "answer " * 500, max_tokens=100_000, tools=[])
+    assert answer.status_code in (200, 400)
+    short = other.post("say " + "a tree is " * 30).json()
+    assert short["usage"]["total_tokens"] <= 200
+
+
+def test_the_run_decides_how_tokens_are_drawn(redis_url: str, run_name: str) -> None:
+    stage = Stage(redis_url, run_name, temperature=0.5, max_new_tokens=40)
+    try:
+        agent = stage.agent()
+        agent.ask("say hello", temperature=0.0, top_p=0.1, seed=4, max_tokens=5000)
+        (sample,) = stage.engine.samples
+        assert (sample.parameters["temperature"], sample.parameters["top_p"]) == (0.5, 1.0)
+        assert sample.parameters["max_tokens"] == 40
+        assert "seed" not in sample.parameters
+        agent.end()
+        (rollout,) = stage.rollouts()
+        assert rollout.columns["temperatures"][rollout.loss_mask].tolist() == [0.5] * rollout.loss_tokens
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize(("other_models", "status"), [("serve", 200), ("refuse", 404)])
+def test_a_model_that_nobody_serves(redis_url: str, run_name: str, other_models: str, status: int) -> None:
+    stage = Stage(redis_url, run_name, other_models=other_models)
+    try:
+        agent = stage.agent()
+        assert agent.post("say hello", model="gpt-5").status_code == status
+        assert agent.post("say hello", model="tiny").status_code == 200
+        assert httpx.get(f"{agent.opened['base_url']}/models").json()["data"][0]["id"] == "tiny"
+    finally:
+        stage.close()
+
+
+def test_a_template_that_cannot_be_gone_on_from_is_said_and_each_turn_is_a_sequence(
+    redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from chat_templates import Family
+    from fake_engine import QWEN3, FakeEngine
+
+    def moved(messages: Any, tools: Any, opens: bool) -> str:
+        whole = QWEN3.text(messages, tools, opens)
+        return f"{sum(message['role'] == 'user' for message in messages)} questions\n{whole}"
+
+    family = Family("moved", moved, QWEN3.written, QWEN3.end)
+    monkeypatch.setattr(FakeEngine, "family", family)
+    monkeypatch.setattr(FakeEngine.__init__, "__defaults__", (family, *FakeEngine.__init__.__defaults__[1:]))
+    with caplog.at_level(logging.WARNING):
+        stage = Stage(redis_url, run_name)
+    try:
+        assert "cannot be continued" in caplog.text
+        agent = stage.agent()
+        agent.ask("say one")
+        agent.ask("say two")
+        agent.end()
+        (rollout,) = stage.rollouts()
+        assert len(rollout.sequences) == 2
+        assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
+    finally:
+        stage.close()
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------
+def test_an_end_may_be_repeated_and_another_one_is_refused(stage: Stage) -> None:
+    agent = stage.agent()
+    agent.ask("say one")
+    assert agent.end(reward=1.0).json()["is_first"]
+    assert not agent.end(reward=1.0).json()["is_first"]
+    other = agent.end(reward=0.0)
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "other_end")
+    late = agent.post("say two")
+    assert (late.status_code, late.json()["error"]["code"]) == (409, "rollout_ended")
+    assert late.headers["x-should-retry"] == "false"
+
+
+def test_a_group_is_pushed_once_all_its_rollouts_have_ended_with_what_was_said_of_it(stage: Stage) -> None:
+    from gateway_stage import Agent
+
+    begun = stage.begin(size=3, prompt_id="tree", answer="plant", metadata={"level": 2})
+    agents = [Agent(stage, opened) for opened in begun["open_rollouts"]]
+    agents[0].ask("say one")
+    agents[0].end(rewards={"exact": 0.5, "style": 1.0}, reward=0.75)
+    agents[1].ask("say two")
+    agents[1].end(failure={"kind": "timeout", "message": "too slow"})
+    assert stage._pushed() == []
+    agents[2].end(reward=1.0)
+    first, second, third = stage.rollouts(3)
+    assert (first.reward, dict(first.rewards), first.failure) == (0.75, {"exact": 0.5, "style": 1.0}, None)
+    assert (second.reward, second.failure) == (None, ("timeout", "too slow"))
+    assert third.failure is not None
+    assert third.failure.kind == "empty"
+    (view,) = stage.buffer.groups("env:agents")
+    assert (view.prompt_id, view.planned_size) == ("tree", 3)
+    assert stage.buffer.verify().ok
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {},
+        {"reward": "much"},
+        {"reward": True},
+        {"reward": float("nan")},
+        {"reward": 1e300},
+        {"rewards": {"a": 1.0, "b": 2.0}, "reward": [1]},
+        {"rewards": {"a": None}},
+        {"rewards": [1.0]},
+        {"failure": {"kind": "no kind at all"}},
+        {"failure": {"message": "m"}},
+        {"failure": 3},
+    ],
+)
+def test_an_end_that_is_none_is_refused_and_the_rollout_stays_open(stage: Stage, end: dict[str, Any]) -> None:
+    agent = stage.agent()
+    body = json.dumps(end)
+    refused = httpx.post(agent.opened["end_url"], content=body, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert agent.post("say one").status_code == 200
+
+
+def test_a_rollout_of_which_nothing_is_heard_fails_as_abandoned(redis_url: str, run_name: str) -> None:
+    stage = Stage(redis_url, run_name, idle_seconds=2.0)
+    try:
+        agent = stage.agent()
+        agent.ask("say one")
+        (rollout,) = stage.rollouts()
+        assert rollout.failure is not None
+        assert rollout.failure.kind == "abandoned"
+        assert rollout.reward is None
+    finally:
+        stage.close()
+
+
+def test_a_call_that_an_engine_works_at_for_long_is_not_abandoned(
+    redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "TOUCH_SECONDS", 0.5)
+    stage = Stage(redis_url, run_name, idle_seconds=2.0)
+    try:
+        agent = stage.agent()
+        stage.engine.delay = 5.0
+        agent.ask("say one")
+        assert agent.end().status_code == 200
+    finally:
+        stage.close()
+
+
+def test_a_rollout_that_has_become_too_old_fails_while_it_runs(stage: Stage) -> None:
+    agent = stage.agent()
+    agent.ask("say one")
+    for version in (1, 2, 3):
+        stage.buffer.policy.announce(version, location="", size=0, checksum="")
+    stage.wait_for(lambda: agent.post("say two").status_code == 409)
+    (rollout,) = stage.rollouts()
+    assert rollout.failure is not None
+    assert rollout.failure.kind == "stale"
+
+
+def test_another_gateway_pushes_what_one_has_left(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = stage.agent()
+    agent.ask("say one")
+    other = stage.serve()
+    monkeypatch.setattr(stage.first.gateway.sweeper, "ended", lambda group_id: None)
+    agent.end()
+    stage.drop(stage.first, kills=True)
+    stage.first = other
+    (rollout,) = stage.rollouts()
+    assert rollout.reward == 1.0
+
+
+# -- openings --------------------------------------------------------------------------------------------------------
+def test_the_same_key_gives_the_same_rollouts_also_from_another_gateway(stage: Stage) -> None:
+    other = stage.serve()
+    first, again = stage.begin(2, key="k"), stage.begin(2, key="k", at=other)
+    assert first["group_id"] == again["group_id"]
+    assert [one["api_key"] for one in first["open_rollouts"]] == [one["api_key"] for one in again["open_rollouts"]]
+    assert stage.begin(2)["group_id"] != first["group_id"]
+
+
+def test_without_a_ticket_an_opener_is_told_to_come_again(stage: Stage) -> None:
+    for _ in range(1000):
+        response = httpx.post(f"{stage.first.url}/v1/open_rollouts", json={"env": "agents", "size": 1}, timeout=60)
+        if response.status_code != 200:
+            break
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_ticket")
+    assert (response.headers["x-should-retry"], int(response.headers["Retry-After"]) > 0) == ("true", True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        {"size": 1},
+        {"env": "a b"},
+        {"env": "agents", "size": 0},
+        {"env": "agents", "size": 1_000_000},
+        {"env": "agents", "size": True},
+        {"env": "agents", "key": "k" * 600},
+        {"env": "agents", "wait": -1},
+        {"env": "agents", "metadata": [1]},
+        {"env": "agents", "metadata": {"n": 2**70}},
+        {"env": "agents", "prompt_id": "x" * 1000},
+        {"env": "agents", "answer": 2**70},
+        {"env": "agents", "tickets": "all"},
+    ],
+)
+def test_an_odd_opening_is_refused_and_hinders_nobody(stage: Stage, body: Any) -> None:
+    refused = httpx.post(f"{stage.first.url}/v1/open_rollouts", json=body, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error"), refused.text
+    agent = stage.agent()
+    agent.ask("say one")
+    agent.end()
+    assert len(stage.rollouts()) == 1
+
+
+def test_one_damaged_record_is_a_failed_rollout_and_the_others_are_pushed(stage: Stage) -> None:
+    store = stage.first.buffer.store.role(GatewayStore)
+    wounded, sound = stage.agent(), stage.agent()
+    wounded.ask("say one")
+    sound.ask("say two")
+    store.client.hset(store.keys.open_rollout(wounded.name), "c:1", b"no call")
+    wounded.end()
+    sound.end()
+    found = {rollout.rollout_id: rollout for rollout in stage.rollouts(2)}
+    assert found[sound.name].failure is None
+    failure = found[wounded.name].failure
+    assert failure is not None
+    assert failure.kind == "damaged"
+
+
+def test_a_history_that_is_damaged_is_rendered_whole(stage: Stage) -> None:
+    store = stage.first.buffer.store.role(GatewayStore)
+    agent = stage.agent()
+    agent.ask("say one")
+    store.client.hdel(store.keys.open_rollout(agent.name), "c:1")
+    assert agent.post("say two").status_code in (200, 409)
+
+
+# -- rights and limits -----------------------------------------------------------------------------------------------
+def test_who_has_no_capability_is_answered_nothing(stage: Stage) -> None:
+    agent = stage.agent()
+    key = agent.opened["api_key"]
+    wrong = key[:-4] + ("AAAA" if not key.endswith("AAAA") else "BBBB")
+    body = {"model": "m", "messages": [{"role": "user", "content": "say x"}]}
+    url = f"{stage.first.url}/v1/chat/completions"
+    for headers, status in (
+        ({}, 401),
+        ({"Authorization": f"Bearer {wrong}"}, 404),
+        ({"Authorization": "Bearer nothing"}, 404),
+        ({"Authorization": f"Bearer {key}"}, 200),
+        ({"x-api-key": key}, 200),
+    ):
+        response = httpx.post(url, json=body, headers=headers, timeout=60)
+        assert response.status_code == status
+        assert key not in response.text
+        assert wrong not in response.text
+
+
+def test_beginning_and_ending_need_the_token_where_there_is_one(redis_url: str, run_name: str) -> None:
+    stage = Stage(redis_url, run_name, token="secret")
+    try:
+        refused = httpx.post(f"{stage.first.url}/v1/open_rollouts", json={"env": "agents"}, timeout=60)
+        assert refused.status_code == 401
+        assert "secret" not in refused.text
+        right = {"Authorization": "Bearer secret"}
+        agent = stage.agent(headers=right)
+        assert agent.post("say one").status_code == 200
+        assert agent.end().status_code == 401
+        assert agent.end(headers=right).status_code == 200
+    finally:
+        stage.close()
+
+
+def test_an_address_that_others_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from rlbuffer.gateway.tokens import token_for
+
+    monkeypatch.delenv("RLBUFFER_GATEWAY_TOKEN", raising=False)
+    assert token_for("127.0.0.1:8400") == token_for("[::1]:8400") == ""
+    for listen in ("0.0.0.0:8400", ":8400", "gateway:8400"):
+        with pytest.raises(ConfigError, match="RLBUFFER_GATEWAY_TOKEN"):
+            token_for(listen)
+    (tmp_path / "token").write_text("secret\n")
+    monkeypatch.setenv("RLBUFFER_GATEWAY_TOKEN_FILE", str(tmp_path / "token"))
+    assert token_for("0.0.0.0:8400") == "secret"
+    monkeypatch.setenv("RLBUFFER_GATEWAY_TOKEN", "other")
+    assert token_for("0.0.0.0:8400") == "other"
+
+
+def test_nothing_of_an_agent_reaches_a_log(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    marks = ["mark-of-text", "mark-of-key"]
+    with caplog.at_level(logging.DEBUG):
+        agent = stage.agent(key="mark-of-key")
+        key = agent.opened["api_key"]
+        agent.post("mark-of-text")
+        agent.post("mark-of-text", tools=[{"type": "mark-of-text"}])
+        stage.engine.spoil = lambda answer: {"choices": "mark-of-text"}
+        agent.post("mark-of-text 2")
+        stage.engine.spoil = lambda answer: [][1]
+        agent.post("mark-of-text 3", timeout=60)
+        agent.end(failure="mark-of-text")
+        stage.rollouts()
+    logged = [record.getMessage() for record in caplog.records if record.name.startswith("rlbuffer")]
+    assert not [line for line in logged for mark in (*marks, key, key[-43:]) if mark in line]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_bodies_that_are_no_requests_are_refused_in_the_form_of_their_dialect(stage: Stage, path: str) -> None:
+    url = f"{stage.agent().opened['base_url']}/{path}"
+    for content in (b"", b"{", b"[]", b"\xff", b'"text"', b"[" * 100_000):
+        refused = httpx.post(url, content=content, timeout=60)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"]
+        assert ("type" in refused.json()) == (path == "messages")
+
+
+def test_a_request_that_is_too_large_is_refused_in_the_form_of_its_dialect(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_BODY", 2**20)
+    other = stage.serve()
+    agent = stage.agent()
+    url = f"{other.url}/r/{agent.opened['api_key']}/v1/messages"
+    refused = httpx.post(url, json={"messages": [{"role": "user", "content": "a" * 2**21}]}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (413, "request_too_large")
+
+
+def test_a_rollout_may_have_so_many_calls_and_no_more(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answering, "MOST_CALLS", 2)
+    agent = stage.agent()
+    agent.ask("say one")
+    agent.ask("say two")
+    refused = agent.post("say three")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "rollout_full")
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert len(trained_samples(rollout)) == 2
+
+
+# -- trouble ---------------------------------------------------------------------------------------------------------
+def test_a_full_server_refuses_sampling_and_keeps_what_was_sampled(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stage.first.buffer.store.role(GatewayStore)
+    agent = stage.agent()
+    agent.ask("say one")
+    monkeypatch.setattr(store, "may_sample", lambda: False)
+    refused = agent.post("say two")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_full")
+    assert int(refused.headers["Retry-After"]) > 0
+    monkeypatch.undo()
+    agent.ask("say two")
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert trained_samples(rollout) == engine_samples(stage.engine)
+
+
+def test_many_calls_at_once_wait_for_no_other_and_hold_up_no_heartbeat(stage: Stage) -> None:
+    agents = [stage.agent() for _ in range(3)]
+    stage.engine.holds = True
+    threads = [
+        threading.Thread(target=agents[n % 3].post, args=(f"say {n}",), kwargs={"timeout": 120}) for n in range(60)
+    ]
+    for thread in threads:
+        thread.start()
+    stage.wait_for(lambda: stage.first.gateway.answering.open_calls == 60)
+    stage.engine.holds = False
+    quick = stage.agent()
+    begun = time.monotonic()
+    quick.ask("say quick")
+    assert time.monotonic() - begun < 30
+    for thread in threads:
+        thread.join()
+    for agent in [*agents, quick]:
+        agent.end()
+    rollouts = stage.rollouts(4)
+    assert sum(len(trained_samples(rollout)) for rollout in rollouts) == 61
+    assert np.all([rollout.failure is None for rollout in rollouts])
