@@ -132,7 +132,7 @@ def _head_of_groups(run: Any, items: Sequence[GroupRow], width: int) -> Sequence
 
 def _legend_of_groups(rows: Sequence[GroupRow]) -> str:
     unkept = "   -: not kept of a dropped group" if any(r.view.state == State.DROPPED for r in rows) else ""
-    return f"spread: rewards from {rows[0].low:g} to {rows[0].high:g}, in the accent their mean{unkept}"
+    return f"spread: rewards from {rows[0].low:g} to {rows[0].high:g}, the cell of their mean in colour{unkept}"
 
 
 GROUPS = View(

@@ -81,7 +81,7 @@ def wait(name: str, *words: str) -> None:
 def at_rest(name: str) -> str:
     """The screen with its escapes, once it does not change any more."""
     before = ""
-    while (now := tmux("capture-pane", "-e", "-p", "-t", name)) != before:
+    while (now := tmux("capture-pane", "-N", "-e", "-p", "-t", name)) != before:
         before = now
         time.sleep(0.3)
     return now
