@@ -52,10 +52,11 @@ KEPT_SAID = 1000
 """Lines that a command says, and prints when its screen is gone."""
 KEPT_FALLS, FALLEN_SECONDS = 3, 60.0
 """Processes that ended and should not have: how many of the last are shown, and for how long."""
-LAST_BYTES, WHOLE_BYTES = 2000, 2**62
+LAST_BYTES, WHOLE_BYTES = 20_000, 2**62
 """Of a log that is shown from its end; of a file that is read from its beginning."""
-STEP = re.compile(r"\S+ (serve|train) +step ")
-"""A line of a log that says what the view says already."""
+SHOWN_ALREADY = re.compile(r"(step|best|worst) ")
+"""The beginning of what serve and train say, and the view has already."""
+LOG_LINE = re.compile(r"\S+ (serve|train) +(?P<text>.*)")
 OPENING_SECONDS = 60.0
 """A run that is started is not on the server at once."""
 KEYS: Mapping[str, str] = {
@@ -72,10 +73,16 @@ class LinesTail:
     def __init__(self, path: Path, most: int = LAST_BYTES) -> None:
         self._path = path
         self._at = max(0, path.stat().st_size - most) if path.exists() else 0
+        self._is_cut = most > 0 and self._at > 0
+        """It begins within a line, which is left out."""
 
     def new(self) -> list[str]:
         """Whole lines that appeared since the last call."""
-        return [line.decode(errors="replace") for line in self.raw() if line.strip()]
+        lines = self.raw()
+        if lines and self._is_cut:
+            self._is_cut = False
+            del lines[0]
+        return [line.decode(errors="replace") for line in lines if line.strip()]
 
     def raw(self) -> list[bytes]:
         """The same as they are."""
@@ -192,7 +199,7 @@ class Watch:
 
     def log(self, name: str, line: str) -> None:
         """A line of a process, for the foot of the view; steps are in the view already."""
-        if not (name in ("serve", "train") and line.startswith("step ")):
+        if not (name in ("serve", "train") and SHOWN_ALREADY.match(line.lstrip())):
             self.lines.append(f"{name}  {line}")
 
     def _follow(self) -> None:
@@ -203,7 +210,10 @@ class Watch:
                 self.first_step_seconds = self.seconds if self.first_step_seconds is None else self.first_step_seconds
                 self.records.append(record)
                 self._on_step(record)
-            self.lines.extend([] if self._log is None else [line for line in self._log.new() if not STEP.match(line)])
+            for line in [] if self._log is None else self._log.new():
+                said = LOG_LINE.match(line)
+                if said is None or not SHOWN_ALREADY.match(said["text"]):
+                    self.lines.append(line)
 
     def _ask(self) -> None:
         from rlbuffer.client.buffer import connect
