@@ -96,7 +96,8 @@ def _heat(
 
 def _logprob(rollout: Rollout) -> Lens:
     values = rollout.logprobs[rollout.loss_mask]
-    note = f"probability; logprob mean {values.mean():.3f}, least {values.min():.3f}" if len(values) else "none trained"
+    mean, least = (signs(f"{value:.3f}") for value in (values.mean(), values.min())) if len(values) else ("", "")
+    note = f"probability; logprob mean {mean}, least {least}" if len(values) else "none trained"
     return _heat("logprob", rollout, np.exp(np.minimum(rollout.logprobs, 0.0)), note, PROBABILITIES, is_rising=True)
 
 

@@ -48,10 +48,14 @@ class Curve:
 
     @property
     def legend(self) -> str:
-        """Where it is now, and between which values it was."""
+        """As :meth:`told` in four digits."""
+        return self.told(".4g")
+
+    def told(self, form: str) -> str:
+        """Where it is now, and between which values it was; `form`: of the values."""
         values = [value for _, value in self.points]
         step, value = self.points[-1]
-        return f"{printable(self.name)}  {value:.4g} at step {step}, {min(values):.4g} to {max(values):.4g}"
+        return f"{printable(self.name)}  {value:{form}} at step {step}, {min(values):{form}} to {max(values):{form}}"
 
 
 # -- where points come from --------------------------------------------------------------------------------------------
@@ -200,9 +204,9 @@ def chart(
         plotext.plot(xs, ys, marker="braille" if len(curves) == 1 and not is_ascii else mark)
     drawn = [line.rstrip() for line in plotext.uncolorize(plotext.build()).rstrip().split("\n")]
     if len(curves) > 1 or is_ascii:
-        drawn += [cut(f"{mark} {curve.legend}", width) for curve, mark in zip(curves, marks, strict=True)]
+        drawn += [cut(f"{mark} {curve.told(form)}", width) for curve, mark in zip(curves, marks, strict=True)]
     else:
-        drawn += [cut(curves[0].legend, width)]
+        drawn += [cut(curves[0].told(form), width)]
     return [line.translate(IN_ASCII) for line in drawn] if is_ascii else drawn
 
 
@@ -216,7 +220,7 @@ def small_charts(curves: Sequence[Curve], *, width: int, height: int = 6) -> lis
     each = width // across - 2
     columns = []
     for curve in curves:
-        *drawn, said = chart([curve], width=each, height=height, steps=axis)
+        *drawn, said = chart([curve], width=each, height=height, steps=axis, form=".3f")
         columns.append([said, *drawn])
     lines: list[str] = []
     for at in range(0, len(columns), across):

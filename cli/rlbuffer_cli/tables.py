@@ -273,7 +273,7 @@ MEMBERS = View(
     whole=lambda row: row.under or row,
     empty="its rollouts are no longer kept",
     legend=lambda rows: (
-        f"bar: reward, full at {rows[0].most_reward:.4g}   bar: advantage, full at ±{rows[0].most_advantage:.4g}"
+        f"bar: reward, full at {rows[0].most_reward:.4g}   bar: advantage, full at ±{rows[0].most_advantage:.3g}"
     ),
     columns=(
         Column("rollout", lambda row: row.title, lambda row: row.member.rollout_id),

@@ -23,8 +23,8 @@ def signs(number: str) -> str:
     r"""A number as people read it: with a real minus.
 
     Example:
-        >>> ascii(signs(f"{-0.25:.3f}"))
-        '\u22120.250'
+        >>> signs("-0.250") == "\N{MINUS SIGN}0.250"
+        True
     """
     return number.replace("-", MINUS)
 

@@ -39,12 +39,13 @@ class Browser(App[None]):
     CSS: ClassVar[str] = """
     Look { layout: vertical; background: $background; }
     #title { height: 1; background: $panel; }
+    #standing { height: 1; }
     #notice { height: auto; max-height: 5; text-style: bold; }
     #legend { height: auto; max-height: 3; }
     #top { height: auto; max-height: 60%; }
     .-low.-pool #top { max-height: 8; }
     OneStep #top { max-height: 66%; }
-    .-tall #title, .-tall #head { margin-bottom: 1; }
+    .-tall #standing, .-tall.-pool #title, .-tall #head { margin-bottom: 1; }
     #head { height: auto; }
     #more { height: auto; max-height: 40%; border-top: solid $scrollbar; }
     #rows { height: 1fr; background: $background; background-tint: $background 0%; }

@@ -130,6 +130,9 @@ class Listing(Look):
         return sheet, Stack(*lines, *blank, *above, *(bad(str(problem)) for problem in sheet.problems))
 
     # -- the frame -------------------------------------------------------------------------------------------------
+    def says_how_the_run_stands(self) -> bool:
+        return self.view is not GROUPS
+
     def body(self) -> list[Widget]:
         rows = Rows(cursor_type="row", id="rows", cursor_foreground_priority="renderable")
         line = EntryLine(self.filter_by, self.view.filter_help)

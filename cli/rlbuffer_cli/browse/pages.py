@@ -89,6 +89,9 @@ class Prose(VerticalScroll, can_focus=True):
 class Page(Look):
     """Text that needs no server."""
 
+    def says_how_the_run_stands(self) -> bool:
+        return False
+
     def body(self) -> list[Widget]:
         return [Prose(id="page")]
 

@@ -32,9 +32,12 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import printable
 from rlbuffer_cli.table import Target
 from rlbuffer_cli.text import cut, time_of
+from rlbuffer_cli.view import alerts, figures
 from rlbuffer_cli.whole_run import WholeRun
 
 T = TypeVar("T")
+STANDING_RECORDS = 100
+"""Newest records of the history that are read for the line of how the run stands."""
 PROBLEMS_ACTION = "show('problems')"
 LEAST_OF_A_NAME, MOST_OF_A_NAME = 8, 24
 NEEDS_CONTENT = frozenset(
@@ -139,6 +142,10 @@ class Look(Screen[None]):
         """The record that `o` shows; None where there is nothing."""
         return None
 
+    def says_how_the_run_stands(self) -> bool:
+        """False of a screen whose body says it already."""
+        return True
+
     def at_top(self) -> bool:
         """True where a refresh moves nothing under the cursor."""
         return self.focused is None or not self.focused.scroll_y
@@ -146,6 +153,9 @@ class Look(Screen[None]):
     # -- the frame -------------------------------------------------------------------------------------------------
     def compose(self) -> ComposeResult:
         yield Static(id="title", markup=False)
+        standing = Static(id="standing", markup=False)
+        standing.display = self.says_how_the_run_stands()
+        yield standing
         yield from self.body()
         yield Static(id="notice", markup=False)
         keys = Keys(show_command_palette=False)
@@ -201,7 +211,7 @@ class Look(Screen[None]):
             if is_first:
                 self.refresh_bindings()
                 self.say("")
-            await self.count_problems()
+            await self.look_at_run()
         except Exception as error:  # a defect must not end the screen of who looks for another one
             if self.display:  # else it was left, and its widgets went while they were filled
                 self._refused(error)
@@ -215,10 +225,15 @@ class Look(Screen[None]):
         finally:
             self.loading_now = False
 
-    async def count_problems(self) -> None:
-        """Their number stands at the key that shows them."""
-        state = await self.ask(lambda: read_run_state(self.looking.buffer.store))
+    async def look_at_run(self) -> None:
+        """How the run stands is on every screen, in a line, and the number of problems at the key that shows them."""
+        state = await self.ask(lambda: read_run_state(self.looking.buffer.store, history=STANDING_RECORDS))
         self.looking.problems = self.query_one(Keys).problems = len(state.problems)
+        known = figures(state, is_brief=True)
+        parts = [*(known[name] for name in ("step", "reward") if name in known), *list(alerts(state, most=1))[:1]]
+        line = Text("  ", no_wrap=True, overflow="ellipsis", end="").join(parts)
+        line.no_wrap, line.overflow = True, "ellipsis"
+        self.query_one("#standing", Static).update(line)
 
     def is_reading(self) -> bool:
         """True while the first reading goes on: who pressed a key then is told to press it again."""

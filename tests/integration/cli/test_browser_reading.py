@@ -6,10 +6,12 @@ import threading
 from typing import Any
 
 import pytest
+import waits
 from browsing import Person, browse
 from store_runs import Run
 
 import rlbuffer
+from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer_cli import sheets
 
 
@@ -80,3 +82,22 @@ def test_the_head_of_the_pool_leaves_a_small_terminal_to_the_groups(
         assert sum(line.strip().startswith("a.") for line in shown) >= 10
 
     browse(buffer, tour, size=(80, lines))
+
+
+def test_every_screen_says_how_far_the_run_is_and_what_it_waits_for(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.step("a.0", "b.0")
+    run.store.lease("batcher", ttl_seconds=3600)
+    waits.says(run.store, Waiting(kind=Wait.ENV_SHORT, step=2, env="b", groups=6))
+
+    async def tour(person: Person) -> None:
+        for keys, words in (
+            ((), "a.0/0"),
+            (("enter",), "LIFE"),
+            (("t",), "1 step"),
+            (("enter",), "rank 0"),
+            (("w",), "1 process"),
+        ):
+            await person.press(*keys)
+            await person.sees(words, "step 1", "reward 0.", "b is 6 groups short")
+
+    browse(buffer, tour, identifier="a.0", size=(140, 40))
