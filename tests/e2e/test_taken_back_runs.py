@@ -18,7 +18,8 @@ def test_a_finished_trainer_trains_the_steps_that_were_taken_back_or_says_what_t
     config = home.config(steps=STEPS, world_size=1, checkpoint_every=1, keep_checkpoints=50)
     if command == "train":
         home.start_sources(config)
-    arguments: tuple[str | Path, ...] = (command, "--config", config, "--display", "plain")
+    file: tuple[str | Path, ...] = (config,) if command == "run" else ("--config", config)
+    arguments: tuple[str | Path, ...] = (command, *file, "--display", "plain")
     ended = home.call(*arguments, timeout=400)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     again = home.call(*arguments, timeout=400)
