@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, overload
 
 from rlbuffer.client.arguments import duration, env_name, items_of, whole_number
@@ -22,10 +22,13 @@ from rlbuffer.errors import (
     ServerRefused,
     UnknownLabel,
 )
+from rlbuffer.process.logs import Lasting
 from rlbuffer.records.checks import as_integer, as_items, shown
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.rollout import Rollout, without_logprobs
+from rlbuffer.records.states import PushStatus
 from rlbuffer.records.truncation import truncated_group
+from rlbuffer.state.text import plural
 from rlbuffer.store.records import Asked
 from rlbuffer.store.worker import LONGEST_TICKET_SECONDS, WorkerStore
 
@@ -133,6 +136,7 @@ class Writer:
         self._zeros_said: set[str] = set()
         """Envs of which it has said that logprobs are missing."""
         self._run_config: Mapping[str, Any] = {}
+        self._lasting = Lasting()
 
     @property
     def incarnation(self) -> str:
@@ -319,7 +323,7 @@ class Writer:
             RunGone: the run was reset while this writer was at work.
         """
         whole = self._group(group, rollouts, fields)
-        (pushed,) = self._producer.push([(whole, "")], _sequence("push", sequence))
+        (pushed,) = self._aged([whole], self._producer.push([(whole, "")], _sequence("push", sequence)))
         self._have_left([whole])
         return pushed
 
@@ -340,6 +344,7 @@ class Writer:
         """
         pushes = [(_checked(group, "push_many"), "") for group in as_items("push_many", groups)]
         outcomes = self._producer.push(pushes, _sequence("push_many", sequence))
+        outcomes = self._aged([group for group, _ in pushes], outcomes)
         self._have_left(group for group, _ in pushes)
         return outcomes
 
@@ -390,6 +395,37 @@ class Writer:
         made = tuple(as_items("push: rollouts", rollouts))
         known = {"prompt_id": str(given.number), "planned_size": len(made) or 1, "worker": self.worker}
         return Group(group_id=given.group_id, env=given.env, rollouts=made, **{**known, **fields})
+
+    def _aged(self, groups: Sequence[Group], outcomes: Sequence[Pushed]) -> list[Pushed]:
+        """The outcomes, with how much too old their groups are; warns of it."""
+        out = []
+        for group, pushed in zip(groups, outcomes, strict=False):
+            stale_by = self._stale_by(group) if pushed.status is PushStatus.STORED else 0
+            out.append(replace(pushed, stale_by=stale_by) if stale_by else pushed)
+        return [*out, *outcomes[len(out) :]]
+
+    def _stale_by(self, group: Group) -> int:
+        config, step = self._run_config, self._store.step_heard
+        own = ((config.get("envs") or {}).get(group.env) or {}).get("max_age")
+        max_age = config.get("max_age") if own is None else own
+        if group.adapter or config.get("feeds") == "stream" or not isinstance(max_age, int):
+            return 0
+        version = min(rollout.min_policy_version for rollout in group.rollouts)
+        stale_by = max(0, step - version - max_age)
+        if stale_by and self._lasting.is_due(f"stale {group.env}", time.monotonic()):
+            _log.warning(
+                "group %s of env %s is too old to train, by %s: policy version %d sampled it, and step %d takes "
+                "versions from %d on (max_age = %d). Load the newest version before each "
+                "ticket (buffer.policy.version), push sooner, or raise max_age. Said once a minute",
+                group.group_id,
+                group.env,
+                plural(stale_by, "version"),
+                version,
+                step + 1,
+                step - max_age,
+                max_age,
+            )
+        return stale_by
 
     def _fitted(self, group: Group) -> Group:
         """`oversized = "truncate"` of the run's config, or of this process's while no batcher has served the run."""

@@ -156,3 +156,6 @@ class Pushed:
     """Id of its entry in the pool."""
     status: PushStatus
     """Outcome of the push; ``duplicate`` without an entry where the group that it was to replace is gone."""
+    stale_by: int = 0
+    """Policy versions by which its oldest token is beyond the run's ``max_age`` at the next step, so that it will be
+    dropped as stale; 0 when it is young enough, or where that is not known (of an adapter, or a stream)."""

@@ -30,7 +30,7 @@ from rlbuffer.records.group import Group
 from rlbuffer.records.states import PushStatus
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.member import Member
-from rlbuffer.store.session import raise_first, text
+from rlbuffer.store.session import number, raise_first, text
 from rlbuffer.wire import payload
 
 BATCH_PUSHES, BATCH_BYTES = 16, 8 << 20
@@ -45,6 +45,9 @@ WEEK_MS = 7 * 86_400_000
 
 class ProducerStore(Member):
     """A run for who pushes, a worker or a scorer."""
+
+    step_heard = 0
+    """The run's last committed step, as the last push that was stored has heard it."""
 
     def push(
         self, group: Group, *, producer: str, incarnation: str, sequence: int, epoch: int, replaces: str = ""
@@ -211,6 +214,8 @@ class ProducerStore(Member):
         status, sequence = text(reply[0]), push.sequence
         if status == "LATE":
             return PushStatus.DUPLICATE, ""
+        if status == "OK":
+            self.step_heard = number(reply[2]) or 0
         if status == "OK" or status == "DUP":
             return (PushStatus.STORED if status == "OK" else PushStatus.DUPLICATE), text(reply[1])
         if status == "MISSING":

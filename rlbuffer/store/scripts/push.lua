@@ -19,7 +19,7 @@
 --       4 env   5 group id   6 payload suffix   7 rollouts   8 tokens   9 metadata
 --       10 id of the entry whose place it takes, '' for none   11 payload key prefix
 --       12 how many open rollouts it is of, '0' for a worker's or scorer's
--- Reply {'OK', entry id}
+-- Reply {'OK', entry id, step}   the run's last committed step
 --       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
 --       {'LATE'}            what it was to replace is not pending any more; where the server lost writes, another group
 --                           may have its id
@@ -111,4 +111,4 @@ if opened ~= '0' then
     redis.call('HSET', KEYS[i], unpack(kept))
   end
 end
-return {'OK', id}
+return {'OK', id, redis.call('HGET', meta_key, 'step') or '0'}
