@@ -87,7 +87,7 @@ vllm-faults:
 $(ADAPTERS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
-	  --editable '.[envs,verifiers,memory,train]' 'trl>=1.16,<2' psutil 'pytest>=8.2' 'pytest-timeout>=2.3'
+	  --editable '.[envs,verifiers,memory,train]' 'trl>=1.16,<1.17' requests psutil 'pytest>=8.2' 'pytest-timeout>=2.3'
 	@touch $@
 
 adapters-test: $(ADAPTERS)/.installed

@@ -37,6 +37,7 @@ from simulation.job import Job
 from simulation.rollouts import made_group
 from simulation.scheduler import Killed, Process
 from simulation.stand_ins import Event
+from simulation.streams import StreamTrainer
 
 NEED = "rewards.judge"
 """Need of some groups, which a scorer meets."""
@@ -114,7 +115,7 @@ class Worker:
             parts: list[Group] = []
             for name in names:
                 group = made_group(dice, name, env, version, adapter)
-                if not adapter:
+                if not adapter and not plan.stream:
                     world.invariants.sampled[writer.incarnation, name] = version, policy.checksum
                 if plan.scorers and dice.random() < NEEDY:
                     group = replace(group, needs=(NEED,))
@@ -288,8 +289,17 @@ class Trainer:
             delay = 0.05 if world.network.is_healed else world.dice.uniform(0.05, 1.0)
             world.scheduler.after(delay, lambda: self.begin() if self.job is job else None)
 
+    def keep(self, step: int, state: dict[str, Any]) -> None:
+        """A checkpoint of `step` is written."""
+        self.checkpoints[step] = state
+        for old in sorted(self.checkpoints)[:-KEPT_CHECKPOINTS]:
+            del self.checkpoints[old]
+
     def _rank(self, job: Job, rank: int, process: Process) -> None:
         world, plan = self.world, self.world.plan
+        if plan.stream:
+            StreamTrainer(self.host, self).run(job, process)
+            return
         store = self.host.store(process, TrainerStore)
         store.open_run()
         reader = Reader(store, rank=rank, world_size=job.world_size, timeout_seconds=6.0)
@@ -362,7 +372,5 @@ class Trainer:
 
     def _checkpoint(self, reader: Reader, step: int) -> None:
         adapters = self.job.adapters if self.job is not None else {}
-        self.checkpoints[step] = reader.state_dict() | {"adapters": dict(adapters)}
-        for old in sorted(self.checkpoints)[:-KEPT_CHECKPOINTS]:
-            del self.checkpoints[old]
+        self.keep(step, reader.state_dict() | {"adapters": dict(adapters)})
         reader.checkpointed(step, oldest_kept=min(self.checkpoints) if len(self.checkpoints) >= KEPT_CHECKPOINTS else 0)

@@ -109,6 +109,8 @@ OWN_LOOPS = 0.25
 """Share of the seeds whose trainer is a loop of somebody's own, with two ranks."""
 OWN_LOSSES = 0.5
 """Share of those in which the server loses a step that one rank has and another has not."""
+STREAMS = 0.15
+"""Share of the seeds whose trainer packs for itself, from a stream."""
 AWAY = 0.05
 """Share of the seeds in which the trainer ends for a while, and the server is started again meanwhile."""
 AWAY_SECONDS = (4.0, 8.0)
@@ -171,6 +173,11 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     values["own"] = own
     if own:
         values["world_sizes"] = (2,)
+    values["stream"] = (
+        mutation is None and not (own or values["adapters"]) and random.Random(f"stream {seed}").random() < STREAMS
+    )
+    if values["stream"]:
+        config, values["world_sizes"], values["releaser"] = _streamed(config, seed), (1,), False
     values["batches"] = mutation is None and random.Random(f"batches {seed}").random() < 0.3
     if mutation is not None:
         profile = mutation.profile or profile
@@ -199,6 +206,19 @@ def _batcher(dice: random.Random) -> BatcherConfig:
         step_groups=dice.choice((2, 3)) if closing == "groups" else 0,
         step_rollouts=dice.choice((5, 8)) if closing == "rollouts" else None,
         **{name: dice.choice(choices) for name, choices in BATCHER.items()},
+    )
+
+
+def _streamed(config: BatcherConfig, seed: int) -> BatcherConfig:
+    """The settings of a stream in place of those of rows."""
+    return BatcherConfig(
+        48,
+        feeds="stream",
+        lookahead=random.Random(f"ahead {seed}").choice((0, 1, 3)),
+        max_age=config.max_age,
+        group_timeout_seconds=config.group_timeout_seconds,
+        min_group_size=config.min_group_size,
+        flat="drop" if config.flat == "drop" else "keep",
     )
 
 

@@ -108,7 +108,8 @@ class Fences:
         which it can train: more would be sampled for nothing, without end."""
         config = self.network.plan.config
         step = self.field(self.keys.meta, b"step") + 1
-        oldest = 0 if self.network.plan.adapters else oldest_version(step, config.max_age)  # they count own steps
+        counts_others = self.network.plan.adapters or self.network.plan.stream  # versions that are no steps of the run
+        oldest = 0 if counts_others else oldest_version(step, config.max_age)
         groups = {name.decode() for name in out}
         for entry in self.pool.values():
             is_known = not any(entry.group in gone for gone in (self._closed, self._outlived, self._expired))
@@ -117,5 +118,6 @@ class Fences:
         rows = max(self.network.plan.world_sizes) * config.micro_batches_per_rank * config.rows_per_micro_batch
         tokens = rows * config.row_tokens // SMALLEST_TOKENS
         most = (1 + config.max_age) * max(START_TICKETS, config.step_groups or config.step_rollouts or tokens)
-        if len(groups) > most:
+        # Of a stream's pace a few are assumed until it is known, and an env that is waited for gets one more.
+        if len(groups) > most + self.network.plan.stream:
             self.fail("window", f"{len(groups)} groups of {env} are out or pending, at most {most} can train")

@@ -63,6 +63,8 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         self.scored: set[StreamId] = set()
         """Entries whose place a scored push has taken."""
         self.steps: dict[int, Live] = {}
+        self.unused: dict[int, tuple[int, int]] = {}
+        """Step of a stream -> rollouts and tokens of it that were given and not trained."""
         self.digests: dict[int, str] = {}
         self.trained_content: dict[tuple[int, int, int], str] = {}
         self._used: dict[str, tuple[int, int]] = {}
@@ -118,6 +120,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         first, reply = commands[0], replies[0]
         is_done = first[0] == b"EVALSHA" and isinstance(reply, list) and reply[:1] == [b"OK"]
         name = self.script_of(first) if is_done else ""
+        self._said_unused = _said_unused(first) if name == "REPORT" else {}
         if name == "RECOVER":
             self._recovered(first[3 + int(first[2]) :], int(reply[1]))
             self.on_moment("a recovery")
@@ -260,8 +263,9 @@ class Invariants(CommittedSteps, Fences, Rewinds):
                     self.fail("I8", f"step {value} is trained, the run has no such step")
                 for step in range(before + 1, value + 1):
                     for env, amounts in self.steps[step].amounts.items() if step in self.steps else ():
+                        rollouts, tokens = self.unused[step] = self._said_unused.get(step, (0, 0))
                         self._move(env, "packed", (-amounts[0], -amounts[1]))
-                        self._move(env, "trained", (amounts[0], amounts[1]))
+                        self._move(env, "trained", (amounts[0] - rollouts, amounts[1] - tokens))
 
     def _meta_changed(self, kind: str, field: bytes) -> None:
         if kind == "hash" and field == b"line" and self.field(self.keys.meta, b"line"):
@@ -345,3 +349,9 @@ class Invariants(CommittedSteps, Fences, Rewinds):
                     self.fail("I11", f"{key.decode()} belongs to nothing and stays for ever")
             elif users or key in pending:
                 self.fail("I2", f"{key.decode()} of {f'step {users}' if users else 'the pool'} has a time to live")
+
+
+def _said_unused(report: Command) -> dict[int, tuple[int, int]]:
+    """Step -> rollouts and tokens that the trainer has not trained of it, by its report."""
+    lines = report[3 + int(report[2]) + 11].decode().splitlines()
+    return {int(step): (int(rollouts), int(tokens)) for step, _, rollouts, tokens, _ in map(str.split, lines)}

@@ -124,6 +124,8 @@ class Plan:
     clocks: tuple[tuple[str, float, float, float], ...] = field(default=())
     """Clocks that are far off for a while: whose ("server", or the first word of processes' names), from when and until
     when, as shares of the time of faults, and by how many seconds; below 0 it is behind."""
+    stream: bool = field(default=False)
+    """The trainer packs for itself: its run is a stream."""
     mutation: Mutation | None = field(default=None)
 
     def constants(self) -> dict[tuple[str, str], float]:

@@ -160,10 +160,14 @@ class Reasons:
             kinds.append(Wait.TAKEOVER)
         if not seen or abs(now_ms - seen) > 1000 * SILENT_SECONDS:  # as above: its age is not known
             kinds.append(Wait.TRAINER_GONE)
-        if step > number(trainer, b"trained") + config.lookahead:
-            return [*kinds, Wait.TRAINER_BUSY]
+        trained = number(trainer, b"trained")
+        if config.is_stream:
+            taken, _, digest = trainer.get(b"hand", b"").partition(b" ")
+            trained = max(trained, min(step, int(taken))) if digest else trained
+        if step > trained + config.lookahead:
+            return [*kinds, Wait.NOT_TAKEN if config.is_stream else Wait.TRAINER_BUSY]
         versions = [int(record.split(b" ", 2)[1]) for record in self._hash("policy").values()]
-        oldest = max(0, step - config.max_age)
+        oldest = max(0, (max(versions, default=0) if config.is_stream else step) - config.max_age)
         if not versions or min(versions) < oldest or world.plan.adapters:
             kinds.append(Wait.VERSION)
         if not self._has_plenty(oldest, number(trainer, b"world_size")):

@@ -13,6 +13,7 @@ _KNOWLEDGE = (
     "parts",
     "scored",
     "steps",
+    "unused",
     "digests",
     "_used",
     "_uses",
@@ -94,7 +95,8 @@ class Rewinds:
     def _new_line(self, epoch: int) -> None:
         """A process of an epoch before this one goes on neither in it nor in any later one."""
         for adapter, value in (self.server.data.get(self.keys.policy.encode()) or {}).items():
-            if int(value.split(b" ", 2)[1]) > self.field(self.keys.meta, b"step"):
+            is_above = int(value.split(b" ", 2)[1]) > self.field(self.keys.meta, b"step")
+            if is_above and not self.network.plan.stream:
                 self.fail("I5", f"version {value[:40]!r} of {adapter!r} stays in the new line of epoch {epoch}")
 
     def joined(self, incarnation: str, epoch: int) -> None:
@@ -117,7 +119,9 @@ class Rewinds:
             if number > keep:
                 self._suspects |= live.payloads
                 for env, (rollouts, tokens) in live.amounts.items():
-                    self._move(env, "trained" if number <= trained else "packed", (-rollouts, -tokens))
+                    left = self.unused.get(number, (0, 0)) if number <= trained else (0, 0)
+                    fate = "trained" if number <= trained else "packed"
+                    self._move(env, fate, (left[0] - rollouts, left[1] - tokens))
         self.lost_digests |= {digest for number, digest in self.digests.items() if number > keep}
         self._kept_steps = {number: live for number, live in self.steps.items() if number <= keep}
         self.steps.clear()
@@ -148,7 +152,7 @@ class Rewinds:
         if token and self.field(self.keys.lease, b"token") <= token:
             self.fail("I8", f"steps after {keep} are void, their leader leads on with token {token}")
         for adapter, value in (self.server.data.get(self.keys.policy.encode()) or {}).items():
-            if int(value.split(b" ", 2)[1]) > keep:
+            if int(value.split(b" ", 2)[1]) > keep and not self.network.plan.stream:
                 self.fail("I5", f"version {value[:40]!r} of {adapter!r} stays, the run goes on from step {keep}")
         if args[1] == b"1" and self.pool:
             self.fail("I10", f"the pool was to be dropped, {len(self.pool)} entries stay")

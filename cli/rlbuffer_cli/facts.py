@@ -340,11 +340,12 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
     state = "trained" if header.step <= trained else "packed"
     why = WHY_CLOSED.get(header.closed_by, "")
     sequences = f", {plural(header.sequences, 'sequence')}" if header.sequences > header.rollouts else ""
+    capacity = f" ({percent(header.fill)} of its capacity)" if header.fill else ""
     lines = [
         f"step {header.step}   {state}   {when}   closed by {header.closed_by}{f': {why}' if why else ''}",
         (
             f"  {plural(len(header.group_ids), 'group')} · {plural(header.rollouts, 'rollout')}{sequences} · "
-            f"{plural(header.tokens, 'token')} ({percent(header.fill)} of its capacity) · {scored(header.reward)} · "
+            f"{plural(header.tokens, 'token')}{capacity} · {scored(header.reward)} · "
             f"age {header.age:.1f} max {header.max_age} · {plural(header.world_size, 'rank')}"
         ),
     ]

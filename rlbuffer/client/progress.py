@@ -289,6 +289,9 @@ class Progress:
                 raise
             return status
         self._told = place.step
+        if self._announces and status is ReportStatus.OK and self._taken is taken and taken.is_sure:
+            # This server has what a stream's trainer holds, which may need further groups before it trains any of it.
+            self._taken = replace(taken, server=self._store.server_id())
         if losses != self._losses:
             # The server was away, or went on after a loss: it may have forgotten what could be sampled from.
             for version in list(self._announced.values()):

@@ -196,7 +196,8 @@ class TrainerWord(Watch):
         """
         step, trained, lookahead = look.meta.step, look.trainer.trained, config.lookahead
         if config.is_stream:
-            taken = max(trained, min(look.trainer.hand.step, step))
+            hand = look.trainer.hand
+            taken = max(trained, min(hand.step, step)) if hand.digest else trained
             is_full = step > taken + lookahead
             why = Waiting(kind=Wait.NOT_TAKEN, step=step, trained=taken, limit=lookahead) if is_full else in_hand(look)
         elif step > trained + lookahead:

@@ -38,7 +38,7 @@ class StepHeader:
     closed_by: ClosedBy
     """Rule that ended its selection."""
     fill: float
-    """Tokens over capacity, 0-1."""
+    """Tokens over capacity, 0-1; 0 of a stream's, which has none."""
     envs: Mapping[str, Mapping[str, Any]]
     """env -> rollouts, tokens, groups, reward (mean or None), age (mean), max_age."""
     reward: float | None

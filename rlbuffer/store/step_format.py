@@ -27,7 +27,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, StepPlan
 from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, Source, StepPart
 from rlbuffer.store.planned import Planned, numbered
-from rlbuffer.store.records import Meta, PoolEntry
+from rlbuffer.store.records import Meta, PoolEntry, is_stream
 from rlbuffer.wire import payload
 from rlbuffer.wire.bounded_msgpack import pack
 from rlbuffer.wire.checksum import sealed, unsealed
@@ -105,7 +105,7 @@ def header_record(planned: Planned, meta: Meta, waiting_for: int | None, columns
         "bytes": int(planned.numbers["size"].sum(dtype=np.int64)),
         "group_ids": list(plan.group_ids),
         "closed_by": plan.closed_by,
-        "fill": plan.tokens / capacity if capacity else 0.0,
+        "fill": plan.tokens / capacity if capacity and not is_stream(meta) else 0.0,
         "envs": envs,
         "reward": _mean(rewards),
         **_ages(planned.ages),

@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 NEEDS = {
     "test_local_engine": "aiohttp",
     "test_reasoning_env": "reasoning_gym",
+    "test_trl_door": "trl",
     "test_verifiers_env": "verifiers",
     "test_verifiers_run": "verifiers",
     "test_verifiers_worker": "verifiers",

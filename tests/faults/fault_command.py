@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from disk_runs import run_full_disks
+from door_runs import run_doors
 from failover_runs import run_failovers
 from homes import Home
 from hostile_runs import run_hostile
@@ -25,7 +26,8 @@ from watched import MISSING
 from worker_kills import run_worker_kills
 
 RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile", "losses", "workers")
-"""In the order in which they run."""
+"""In the order in which they run. `doors` needs TRL, and runs where it is named."""
+DOORS = "doors"
 PLACED = RUNS[:4]
 """Those that run on other servers, too."""
 NOT_COVERED = """What this does not cover: power loss (tests/e2e/test_rolled_back_server.py puts an old append-only file
@@ -60,11 +62,12 @@ def main() -> int:
         "--losses", type=int, default=30, help="losses of newest writes, over own trainers (default 30)"
     )
     parser.add_argument("--worker-kills", type=int, default=40, help="kills of a worker in a load (default 40)")
+    parser.add_argument("--door-kills", type=int, default=20, help="kills around a trainer of TRL's (default 20)")
     parser.add_argument("--keep", action="store_true", help="leave the homes with their logs")
     args = parser.parse_args()
-    unknown = sorted(set(args.runs) - set(RUNS))
+    unknown = sorted(set(args.runs) - {*RUNS, DOORS})
     if unknown:
-        parser.error(f"no such run: {', '.join(unknown)}. There are {', '.join(RUNS)}")
+        parser.error(f"no such run: {', '.join(unknown)}. There are {', '.join(RUNS)}, {DOORS}")
     if args.sentinels and MISSING:
         parser.error(f"--sentinels needs {' and '.join(MISSING)} on PATH")
     if args.sentinels and args.cluster:
@@ -97,6 +100,7 @@ def again(name: str, args: argparse.Namespace) -> str:
     }
     sizes["disks"] = f"--disks {args.disks} --full-seconds {args.full_seconds:g}"
     sizes["losses"] = f"--losses {args.losses}"
+    sizes[DOORS] = f"--door-kills {args.door_kills}"
     sizes["hostile"] = f"--moves {args.moves} --pushes {args.pushes}"
     sizes["workers"] = f"--worker-kills {args.worker_kills}"
     where = f"{' --sentinels' * args.sentinels}{' --cluster' * args.cluster}"
@@ -122,6 +126,9 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
                 say=say,
                 place=place,
             )
+            return
+        if name == DOORS:
+            yield run_doors(home, seed=args.seed, kills=args.door_kills, say=say)
             return
         if name == "losses":
             for number, example in enumerate(EXAMPLES):

@@ -1,0 +1,573 @@
+"""The door of TRL's AsyncGRPOTrainer, of versions 1.16: ``rlbuffer.doors.trl.attach(trainer)`` behind its constructor.
+
+Rollout loop, rewards, advantages, packing, loss and weight transfer stay TRL's. What changes: the loop takes its
+prompts as tickets and pushes scored groups to the run; the trainer's queue is the run's stream; an optimizer step
+acknowledges what it has trained, and a checkpoint holds the place. ::
+
+    AsyncRolloutWorker's child                         the trainer's main process
+    _repeat_iterator <- tickets                        rollout_queue <- stream
+    _score_group -> push                               _trained_groups: which samples a micro-batch has
+                                                       on_step_end -> stream.trained, stream.version(model_version)
+                                                       checkpoint's trainer_state.json <- stream.state
+
+Source: TRL 1.16.0, experimental/async_grpo/async_grpo_trainer.py and async_rollout_worker.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlbuffer.client.buffer import Buffer, connect
+from rlbuffer.client.stream import Stream, Taken
+from rlbuffer.client.writer import Writer
+from rlbuffer.errors import RlbufferError, UnknownLabel
+from rlbuffer.records.group import Ticket
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.rollout import MIN_LOGPROB, Rollout, TokenSequence
+from rlbuffer.records.spans import VersionSpan
+
+KNOWN = ((1, 16), (1, 17))
+"""Versions of TRL from the first on and before the second."""
+ENV = "trl"
+"""Env of the groups, unless the caller names another."""
+NOTE = "trl"
+"""Metadata of a rollout with what is not per token, as JSON: it keeps NaN, and floats bit for bit."""
+TICKET_SECONDS = 20.0
+"""Time for which a prompt stays out without renewal: a rollout process that is killed is made up for after that."""
+RENEW_SECONDS = 4.0
+ASK_SECONDS = 0.05
+"""Pause between two asks for a ticket. The rollout loop stands still meanwhile: it asks inside its event loop."""
+QUEUED_SAMPLES = 8
+"""Samples that wait for TRL's data loader. The stream has further groups ready behind them."""
+WAIT_SECONDS = 7 * 86_400.0
+"""TRL waits for samples as long as its rollout process is well, and so does the stream."""
+NO_LIMIT = 2**31
+"""Largest staleness by TRL's own filter."""
+_log = logging.getLogger(__name__)
+
+Connect = Callable[[], Buffer]
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """One private name of TRL that the door works with."""
+
+    owner: str
+    name: str
+    use: str
+
+
+NEEDED = (
+    Needed("AsyncGRPOTrainer", "rollout_worker", "the rollout process, whose loop the door extends"),
+    Needed("AsyncGRPOTrainer", "rollout_queue", "what the data loader reads, which the stream takes the place of"),
+    Needed("AsyncGRPOTrainer", "_trained_groups", "which the collator tells of each micro-batch"),
+    Needed("AsyncRolloutWorker", "_loop_cls", "the class of the rollout loop"),
+    Needed("AsyncRolloutWorker", "_process", "which is started again when it was killed"),
+    Needed("_AsyncRolloutLoop", "_repeat_iterator", "where the loop takes its prompts"),
+    Needed("_AsyncRolloutLoop", "_score_group", "where a group is whole and scored"),
+)
+
+
+def attach(
+    trainer: Any,
+    url: str | None = None,
+    *,
+    run: str = "default",
+    config: str | Path | None = None,
+    env: str = ENV,
+    on_step: Callable[[int, Sequence[tuple[str, int]]], None] | None = None,
+) -> None:
+    """Puts a run's stream in the place of the trainer's queue. Call it between the constructor and ``train()``.
+
+    On every rank; those without the rollout process have nothing to do. `url`, `run` and `config` are those of
+    :func:`rlbuffer.connect`. `on_step` hears of each optimizer step: its number, and (rollout id, sample of the
+    rollout) of what it has trained.
+
+    Raises:
+        RlbufferError: TRL is of a version that the door does not know, or lacks a name that it needs; the trainer has a
+            rollout worker of another kind, or a data set without a length.
+    """
+    check(trainer)
+    worker = trainer.rollout_worker
+    if worker is None:
+        return
+    opened = functools.partial(_opened, url, run, config)
+    buffer = opened()
+    worker._loop_cls = functools.partial(extended_loop, worker._loop_cls, opened, env)
+    stream = SampleStream(buffer, functools.partial(_revived, worker))
+    trained = MicroBatches()
+    trainer.rollout_queue, trainer._trained_groups = stream, trained
+    trainer.add_callback(_callback(trainer, stream, trained, on_step))
+
+
+def check(trainer: Any) -> None:
+    """Raises RlbufferError in one sentence unless this is a trainer that the door knows, with all that it needs."""
+    version = importlib.metadata.version("trl")
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if not KNOWN[0] <= numbers < KNOWN[1]:
+        known, below = (".".join(map(str, numbers)) for numbers in KNOWN)
+        raise RlbufferError(
+            f"rlbuffer.doors.trl knows TRL >={known},<{below}, and this is {version}: install one of those, or leave "
+            "the line out"
+        )
+    module = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker")
+    worker = getattr(trainer, "rollout_worker", None)
+    kind = getattr(module, "AsyncRolloutWorker", None)
+    if worker is not None and kind is not None and not isinstance(worker, kind):
+        raise RlbufferError(
+            f"rlbuffer.doors.trl extends TRL's AsyncRolloutWorker, and this trainer has a {type(worker).__name__}: "
+            "leave rollout_worker out of the constructor's arguments, or push to the run from your worker"
+        )
+    owners = {
+        "AsyncGRPOTrainer": trainer,
+        "AsyncRolloutWorker": worker or kind,
+        "_AsyncRolloutLoop": getattr(module, "_AsyncRolloutLoop", None),
+    }
+    for need in NEEDED:
+        is_made_later = worker is None and need.name == "_process"
+        if not is_made_later and not hasattr(owners[need.owner], need.name):
+            raise RlbufferError(
+                f"rlbuffer.doors.trl needs {need.owner}.{need.name} ({need.use}), and TRL {version} has none"
+            )
+    if worker is not None and not hasattr(worker._loop_kwargs.get("dataset"), "__len__"):
+        raise RlbufferError(
+            "rlbuffer.doors.trl gives prompts by number, and train_dataset is an IterableDataset: load it as a Dataset"
+        )
+
+
+def _opened(url: str | None, run: str, config: str | Path | None) -> Buffer:
+    return connect(url, run=run, config=config) if run != "default" else connect(url, config=config)
+
+
+def _revived(worker: Any) -> None:
+    """Starts a rollout process again that was killed; one that failed is TRL's to tell."""
+    process = worker._process
+    if process is not None and not process.is_alive() and not worker._failed_event.is_set():
+        _log.warning("the rollout process %s was killed: another one goes on with its prompts", process.pid)
+        worker._process = None
+        worker.start()
+
+
+# -- the codec ---------------------------------------------------------------------------------------------------------
+def rollout_of(samples: Sequence[Any], version: int) -> Rollout:
+    """The samples of one conversation: one, or several where its history forked."""
+
+    def fields(sample: Any) -> dict[str, Any]:
+        length = len(sample.input_ids)
+        return {
+            "tokens": sample.input_ids.astype(np.int32),
+            "loss_mask": sample.completion_mask.astype(bool),
+            "logprobs": np.maximum(sample.old_log_probs, MIN_LOGPROB),
+            "version_spans": (VersionSpan(version, 0, length),),
+            "columns": {"advantages": np.full(length, sample.advantage, np.float32)},
+        }
+
+    first = samples[0]
+    reward = first.metrics.get("reward", 0.0)
+    note = {
+        "prompt": first.prompt,
+        "completion": first.completion,
+        "metrics": first.metrics,
+        "advantage": first.advantage,
+        "model_version": first.model_version,
+        "enqueued_at": time.time(),
+    }
+    return Rollout(
+        **fields(first),
+        reward=0.0 if np.isnan(reward) else reward,  # one that nobody could score trains with an advantage of 0
+        metadata={NOTE: json.dumps(note)},
+        further=tuple(TokenSequence(**fields(sample)) for sample in samples[1:]),
+    )
+
+
+def samples_of(taken: Taken) -> Iterator[Any]:
+    """TRL's samples of a group, in the order in which they were scored."""
+    made = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
+    index = 0
+    for rollout in taken.rollouts:
+        note = json.loads(rollout.metadata[NOTE])
+        for number, sequence in enumerate(rollout.sequences):
+            yield made(
+                prompt=note["prompt"],
+                completion=note["completion"],
+                input_ids=sequence.tokens.astype(np.int64),
+                completion_mask=sequence.loss_mask.astype(np.int64),
+                old_log_probs=sequence.logprobs.copy(),
+                advantage=note["advantage"],
+                model_version=note["model_version"],
+                group_id=Place(taken, index, rollout.rollout_id, number),
+                metrics=dict(note["metrics"]),
+                enqueued_at=note["enqueued_at"],
+            )
+            index += 1
+
+
+class Place(int):
+    """A group's number that remembers which sample of the stream it came with: TRL hands it on to its collator."""
+
+    place: int
+    index: int
+    rollout_id: str
+    sequence: int
+
+    def __new__(cls, taken: Taken, index: int, rollout_id: str, sequence: int) -> Place:
+        made = super().__new__(cls, taken.place - 1)
+        made.place, made.index, made.rollout_id, made.sequence = taken.place, index, rollout_id, sequence
+        return made
+
+
+# -- the trainer's side ------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class GivenGroup:
+    """A group whose samples are in TRL's hands."""
+
+    samples: list[Place]
+    first: int
+    """Samples before this one were trained before the checkpoint."""
+    trained: set[int] = field(default_factory=set)
+
+
+class SampleStream:
+    """`AsyncGRPOTrainer.rollout_queue`: the samples of the run's groups, in order. `start` comes before the first
+    `get`."""
+
+    def __init__(self, buffer: Buffer, revive: Callable[[], None]) -> None:
+        self.buffer = buffer
+        self.stream: Stream = buffer.stream(timeout_seconds=WAIT_SECONDS)
+        self._revive = revive
+        self._ready: queue.Queue[Any] = queue.Queue(QUEUED_SAMPLES)
+        self._error: BaseException | None = None
+        self.groups: dict[int, GivenGroup] = {}
+        """Place -> group, of those that are given and not acknowledged."""
+
+    def start(self, state: Mapping[str, Any] | None) -> None:
+        """Begins behind what `state` says; None: behind what the server says is trained."""
+        self.stream.resume(state)
+        threading.Thread(target=self._pull, name="rlbuffer-samples", daemon=True).start()
+
+    def _pull(self) -> None:
+        try:
+            for taken in self.stream:
+                samples = list(samples_of(taken))
+                self.groups[taken.place] = GivenGroup([sample.group_id for sample in samples], taken.part)
+                for sample in samples[taken.part :]:
+                    self._ready.put(sample)
+        except BaseException as error:  # the data loader must hear of it, in its own thread
+            self._error = error
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The next sample. Raises queue.Empty, and whatever ended the stream."""
+        self._revive()
+        if self._error is not None and self._ready.empty():
+            raise self._error
+        return self._ready.get(timeout=timeout)
+
+    def qsize(self) -> int:
+        """Samples that wait for the data loader."""
+        return self._ready.qsize()
+
+    def acknowledge(self, places: Iterable[Place]) -> None:
+        """These samples are trained. Those before the last of them that are not among them never will be."""
+        places = list(places)
+        if not places:
+            return
+        last = max((place.place, place.index) for place in places)
+        for place in places:
+            self.groups[place.place].trained.add(place.index)
+        unused, part, whole = [], 0, last[0]
+        for number in sorted(number for number in [*self.groups] if number <= last[0]):
+            group = self.groups[number]
+            is_whole = number < last[0] or last[1] == len(group.samples) - 1
+            end = len(group.samples) if is_whole else last[1] + 1
+            unused += _untrained(group, end)
+            if is_whole:
+                del self.groups[number]
+            else:
+                whole, part = number - 1, end
+        self.stream.trained(whole, part=part, unused=unused)
+
+
+def _untrained(group: GivenGroup, end: int) -> Iterator[str]:
+    """Rollouts of which all samples before `end` are known and none is trained: TRL has dropped them."""
+    fates: dict[str, list[bool]] = {}
+    for place in group.samples[:end]:
+        fates.setdefault(place.rollout_id, []).append(place.index in group.trained or place.index < group.first)
+    beyond = {place.rollout_id for place in group.samples[end:]}
+    yield from (rollout_id for rollout_id, fate in fates.items() if not any(fate) and rollout_id not in beyond)
+
+
+class MicroBatches(set[int]):
+    """`AsyncGRPOTrainer._trained_groups`: TRL counts groups by it. It remembers the samples of each micro-batch, too,
+    that the collator has made.
+
+    Its numbers count from 0 in each process, as TRL's own do: a checkpoint adds them to those of before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[list[Place]] = []
+        self._number: dict[int, int] = {}
+
+    def update(self, *groups: Iterable[int]) -> None:
+        """Hears of the group of each sample of a micro-batch."""
+        for its in groups:
+            places = [place for place in its if isinstance(place, Place)]
+            self._made.append(places)
+            super().update(self._number.setdefault(place.place, len(self._number)) for place in places)
+
+    def take(self, count: int) -> list[Place]:
+        """The samples of the next `count` micro-batches, which are trained."""
+        done, self._made = self._made[:count], self._made[count:]
+        return [place for places in done for place in places]
+
+
+def _callback(
+    trainer: Any,
+    stream: SampleStream,
+    trained: MicroBatches,
+    on_step: Callable[[int, Sequence[tuple[str, int]]], None] | None,
+) -> Any:
+    transformers = importlib.import_module("transformers")
+    exportable = importlib.import_module("transformers.trainer_callback").ExportableState
+
+    class RlbufferStream(transformers.TrainerCallback, exportable):  # type: ignore[misc, name-defined]
+        """Acknowledges, announces, and keeps the stream's place in TRL's checkpoints."""
+
+        def __init__(self) -> None:
+            self._micro_batches = 0
+            self._places: dict[str, int] = {}
+            """Checkpoint -> the last place that it holds whole."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            saved = state.stateful_callbacks.get("RlbufferStream") if state.global_step else None
+            self._places = dict(saved["places"]) if saved else {}
+            stream.start(saved["stream"] if saved else None)
+            stream.stream.version(trainer.model_version)
+            # One judge: the run's max_age, when a group is committed. The ledger has counted it by then.
+            trainer._rollout_dataset.max_staleness = NO_LIMIT
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._micro_batches += 1
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            places = trained.take(self._micro_batches + 1)
+            self._micro_batches = 0
+            stream.acknowledge(places)
+            stream.stream.version(trainer.model_version)
+            if on_step is not None:
+                on_step(state.global_step, [(place.rollout_id, place.sequence) for place in places])
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {}, "stream": stream.stream.state, "places": self._places}
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._places[f"checkpoint-{state.global_step}"] = stream.stream.place
+            there = {path.name for path in Path(args.output_dir).glob("checkpoint-*")}
+            self._places = {name: place for name, place in self._places.items() if name in there}
+            oldest = min(self._places.values(), default=0)
+            stream.stream.checkpointed(oldest_kept=oldest)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            stream.stream.finished()
+            stream.stream.close()
+
+    return RlbufferStream()
+
+
+# -- the rollout side: in the child of AsyncRolloutWorker, or in any process on any host -------------------------------
+class TicketLoop:
+    """What the rollout loop does in place of TRL's own: prompts are tickets, and what is scored is pushed."""
+
+    dataset: Any
+    num_generations: int
+    max_inflight_tasks: int
+    _heartbeat_value: Any
+    _loop: Any
+    _stop_event: Any
+
+    def begin(self, opened: Connect, env: str, parent: int, load: Callable[[PolicyVersion], None] | None) -> None:
+        """Connects; `parent` is the process without which this one ends, 0 for none."""
+        self._buffer, self._env, self._load = opened(), env, load
+        self._writer: Writer = self._buffer.writer(f"trl-{os.getpid()}", ticket_seconds=TICKET_SECONDS)
+        self._out: dict[int, Ticket] = {}
+        self._versions: dict[int, int] = {}
+        self._loaded = -1
+        self._stops = threading.Event()
+        calls, stop = self._loop.call_soon_threadsafe, self._stop_event.set
+
+        def call(callback: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+            if callback == stop:
+                self._stops.set()  # the loop may stand still at a ticket, and would never hear of it
+            return calls(callback, *args, **kwargs)
+
+        self._loop.call_soon_threadsafe = call
+        threading.Thread(target=self._renew, args=(parent,), name="rlbuffer-tickets", daemon=True).start()
+
+    def _renew(self, parent: int) -> None:
+        while True:
+            time.sleep(RENEW_SECONDS)
+            if parent and os.getppid() != parent:
+                # The trainer was killed; TRL leaves this process to sample into a queue that nobody reads.
+                os.kill(os.getpid(), signal.SIGKILL)
+            if out := list(self._out.values()):
+                try:
+                    self._writer.renew(out)
+                except RlbufferError as error:
+                    _log.warning("tickets cannot be renewed: %s", error)
+
+    def _ticket(self) -> Ticket | None:
+        """The next one; None when the loop shall stop. As many groups are open as the loop's slots take, and as wait
+        to be scored: with fewer it would stand still for good."""
+        hold = -(-self.max_inflight_tasks // self.num_generations) + 2 + SCORED_AT_ONCE
+        while not self._stops.is_set():
+            tickets = self._writer.take(self._env, hold=hold, wait=False)
+            if tickets:
+                return tickets[0]
+            self._heartbeat_value.value = time.time()  # the trainer takes a silent loop for one that hangs
+            time.sleep(ASK_SECONDS)
+        return None
+
+    def repeat(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """TRL's `_repeat_iterator`: the ticket's number and prompt, once for each generation."""
+        while True:
+            ticket = self._ticket()
+            if ticket is None:  # TRL takes one more prompt before it hears of the end, and does not score it
+                yield -1, self.dataset[0]
+                continue
+            version = self._buffer.policy.current()
+            if self._load is not None and version.version != self._loaded:
+                self._load(version)
+                self._loaded = version.version
+            self._out[ticket.number], self._versions[ticket.number] = ticket, max(0, version.version)
+            row = self.dataset[ticket.number % len(self.dataset)]
+            for _ in range(self.num_generations):
+                yield ticket.number, row
+
+    def push(self, number: int, model_version: int, rollouts: list[list[Any]]) -> None:
+        """Pushes the samples of a group, conversation by conversation."""
+        version, ticket = self._versions.pop(number), self._out[number]
+        if self._load is None:
+            # It is announced a moment after it is loaded; the version before makes the group a little older.
+            with suppress(UnknownLabel):
+                version = self._writer.version(model_version)
+        made = [rollout_of(samples, version) for samples in rollouts if samples]
+        if made:
+            prompt_id = str(number % len(self.dataset))
+            self._writer.push(ticket, made, prompt_id=prompt_id, planned_size=len(made))
+        else:
+            self._writer.skip([ticket])  # nothing of it can be trained
+        self._out.pop(number, None)
+
+
+SCORED_AT_ONCE = 16
+"""Groups that wait to be scored: TRL's `score_queue_maxsize`."""
+
+
+def extended_loop(
+    base: Any,
+    opened: Connect,
+    env: str,
+    load: Callable[[PolicyVersion], None] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """An instance of TRL's rollout loop, of the class `base`, that takes tickets and pushes. Made in the process that
+    runs it."""
+    asyncio = importlib.import_module("asyncio")
+
+    class Loop(base, TicketLoop):  # type: ignore[misc, valid-type]
+        def _repeat_iterator(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+            return self.repeat()
+
+        async def _score_group(self, group: Any) -> list[Any]:
+            samples: list[Any] = await super()._score_group(group)
+            rest = iter(samples)
+            rollouts = [[next(rest) for _ in sequences] for sequences in group.completions_sequences]
+            await asyncio.to_thread(self.push, group.group_id, group.model_version, rollouts)
+            return samples
+
+    loop = Loop(**kwargs | {"rollout_buffer": _Nowhere()})
+    loop.begin(opened, env, 0 if load is not None else os.getppid(), load)
+    return loop
+
+
+class _Nowhere:
+    """In the place of the queue to the trainer: what is pushed needs none."""
+
+    def put_nowait(self, sample: Any) -> None:
+        """Takes it."""
+
+    def qsize(self) -> int:
+        """Nothing waits."""
+        return 0
+
+
+class _Value:
+    """In the place of a number that TRL shares between two processes."""
+
+    def __init__(self, value: float = 0) -> None:
+        self.value = value
+
+
+def work(
+    url: str | None = None,
+    *,
+    run: str = "default",
+    config: str | Path | None = None,
+    env: str = ENV,
+    load: Callable[[PolicyVersion], None],
+    stop: threading.Event | None = None,
+    **loop: Any,
+) -> None:
+    """Runs TRL's rollout loop on any host, for a run whose trainer has the door attached. Returns when `stop` is set.
+
+    `load` gets each new policy version before the next group is begun with it, and brings its weights into the engine
+    behind ``vllm_server_url``: a trainer that has no way of its own to this host publishes them
+    (``buffer.policy.publish(model, version)``), and ``version.location`` is where they are. `loop` are the arguments of
+    TRL's `_AsyncRolloutLoop`: ``model_name``, ``dataset`` (the trainer's own, in its order), ``reward_funcs``,
+    ``processing_class``, ``eos_token_ids``, ``num_generations`` ...
+
+    Raises:
+        RlbufferError: TRL is of a version that the door does not know.
+    """
+    module = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker")
+    opened = functools.partial(_opened, url, run, config)
+    version = _Value()
+
+    def loaded(there: PolicyVersion) -> None:
+        load(there)
+        label = max(there.labels, key=lambda name: there.labels[name], default="0")
+        version.value = int(label) if label.isdigit() else there.version
+
+    made = extended_loop(
+        module._AsyncRolloutLoop,
+        opened,
+        env,
+        loaded,
+        model_version_value=version,
+        heartbeat_value=_Value(),
+        failed_event=threading.Event(),
+        exception_info_queue=queue.Queue(),
+        metrics_queue=queue.Queue(1),
+        **loop,
+    )
+    if stop is not None:
+        threading.Thread(
+            target=lambda: (stop.wait(), made._loop.call_soon_threadsafe(made._stop_event.set)), daemon=True
+        ).start()
+    made.run()

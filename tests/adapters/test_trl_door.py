@@ -1,0 +1,137 @@
+"""TRL's AsyncGRPO behind the buffer: real trainer, rollout process, packing and checkpoints; the engine samples from a
+tiny model behind the HTTP side of vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from homes import Home, a_home
+from trl_runs import TrlRun, check
+
+from rlbuffer.doors import trl as door
+from rlbuffer.errors import RlbufferError
+
+if TYPE_CHECKING or find_spec("trl"):
+    import trl.experimental.async_grpo.async_rollout_worker as trl
+
+STEPS = 3
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    with a_home() as made:
+        yield made
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "ranks", "forks"),
+    [((), 1, False), (("token_budget=0", "per_device_train_batch_size=4"), 1, True), ((), 2, False)],
+    ids=["token budget", "fixed count, several samples a rollout", "two ranks"],
+)
+def test_without_faults_it_trains_what_was_scored_in_its_order(
+    home: Home, options: tuple[str, ...], ranks: int, forks: bool
+) -> None:
+    home.environment |= {"TRL_FORKS": "1"} if forks else {}
+    run = TrlRun(home, options=options, ranks=ranks)
+    assert [home.ended(process, 300) for process in run.train(STEPS)] == [0] * ranks, home.logs()
+    history = run.history()
+    assert history == run.scored()[: len(history)]
+    assert len(run.lines("trained")) == STEPS
+    check(run)
+
+
+def test_a_killed_trainer_and_a_killed_rollout_process_lose_and_repeat_nothing(home: Home) -> None:
+    run = TrlRun(home)
+    (first,) = run.train(9)
+    home.wait_until(lambda: run.step >= 4, seconds=300, why="step 4")
+    first.kill()
+    first.wait()
+    run.serving.kill()
+    run.serving.wait()
+    run.serve()
+    (again,) = run.train(9)
+    home.wait_until(lambda: run.step >= 5, seconds=300, why="step 5 of the second process")
+    os.kill(run.child(), signal.SIGKILL)
+    assert home.ended(again, 400) == 0, home.logs()
+    assert run.lines("started")[-1]["resume"] == "checkpoint-3"
+    assert run.trained_again()
+    check(run)
+
+
+# -- the codec ---------------------------------------------------------------------------------------------------------
+def sample(*, length: int, reward: float, advantage: float) -> object:
+    dice = np.random.default_rng(length)
+    mask = (dice.random(length) < 0.5).astype(np.int64)
+    mask[0], mask[-1] = 0, 1
+    return trl.RolloutSample(
+        prompt=[{"role": "user", "content": "é 1 + 1?"}],
+        completion=[{"role": "assistant", "content": "2"}],
+        input_ids=dice.integers(0, 150_000, length),
+        completion_mask=mask,
+        old_log_probs=np.where(mask == 1, -dice.random(length) * 9, 0).astype(np.float32),
+        advantage=advantage,
+        model_version=3,
+        group_id=7,
+        metrics={"reward": reward, "rewards/digits": reward, "reward_std": 0.1},
+    )
+
+
+@pytest.mark.parametrize("reward", [0.3333333333333333, 0.0, float("nan")])
+def test_samples_come_back_as_they_were(reward: float) -> None:
+    conversations = [
+        [sample(length=5, reward=reward, advantage=-0.1), sample(length=9, reward=reward, advantage=-0.1)],
+        [sample(length=7, reward=reward, advantage=1 / 3)],
+    ]
+    rollouts = tuple(door.rollout_of(samples, 4) for samples in conversations)
+    taken = SimpleNamespace(place=8, rollouts=rollouts)
+    back = list(door.samples_of(taken))
+    for made, given in zip(back, [its for samples in conversations for its in samples], strict=True):
+        for name in ("input_ids", "completion_mask", "old_log_probs"):
+            there, here = getattr(given, name), getattr(made, name)
+            assert (there.dtype, there.tolist()) == (here.dtype, here.tolist())
+        assert (made.prompt, made.completion, made.advantage) == (given.prompt, given.completion, given.advantage)
+        assert repr(made.metrics) == repr(given.metrics)
+        assert int(made.group_id) == 7
+    assert all(np.isfinite(rollout.reward) for rollout in rollouts)
+
+
+# -- what it refuses ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("need", door.NEEDED, ids=lambda need: need.name)
+def test_a_name_that_trl_lacks_is_said(need: door.Needed, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = {"AsyncRolloutWorker": trl.AsyncRolloutWorker, "_AsyncRolloutLoop": trl._AsyncRolloutLoop}
+    names = [its.name for its in door.NEEDED if its.owner == "AsyncGRPOTrainer" and its != need]
+    trainer = SimpleNamespace(**dict.fromkeys(names))
+    if need.owner in owners and need.name != "_process":
+        monkeypatch.delattr(owners[need.owner], need.name)
+    elif need.name == "_process":
+        trainer.rollout_worker = object.__new__(trl.AsyncRolloutWorker)
+    with pytest.raises(RlbufferError, match=rf"{need.owner}\.{need.name} .*TRL {metadata.version('trl')}"):
+        door.check(trainer)
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("1.15.9", False), ("1.16.3", True), ("1.17.0", False)])
+def test_versions_that_it_does_not_know_are_refused(
+    version: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda package: version)
+    trainer = SimpleNamespace(rollout_worker=None, rollout_queue=None, _trained_groups=set())
+    if is_known:
+        door.check(trainer)
+        return
+    with pytest.raises(RlbufferError, match=rf"TRL >=1\.16,<1\.17, and this is {version}"):
+        door.check(trainer)
+
+
+def test_a_worker_of_another_kind_is_refused() -> None:
+    trainer = SimpleNamespace(rollout_worker=object(), rollout_queue=None, _trained_groups=set())
+    with pytest.raises(RlbufferError, match="AsyncRolloutWorker, and this trainer has a object"):
+        door.check(trainer)
