@@ -149,7 +149,7 @@ def test_curves_of_other_ranges_have_axes_of_their_own_and_one_of_steps() -> Non
     curves = [Curve("reward", ((1, 0.1), (9, 0.9))), Curve("entropy", ((5, 2.0), (9, 1.5)))]
     lines = small_charts(curves, width=60)
     text = "\n".join(lines)
-    assert all(label in text for label in ("0.1┤", "0.9┤", "1.5┤", "2┤"))
+    assert all(label in text for label in ("0.100┤", "0.900┤", "1.500┤", "2.000┤"))
     assert [line.split() for line in lines if line.strip().startswith("step")] == [["step", "1", "9"]] * 2
 
 

@@ -117,16 +117,16 @@ def test_a_group_has_a_line_for_the_rollout_and_under_it_one_for_each_sequence(
     head, *lines = out.getvalue().splitlines()
     assert max(map(len, [head, *lines])) <= width
     words = [line.split() for line in lines]
-    assert [line[:2] for line in words[1:4]] == [["├─", "0.0"], ["├─", "0.1"], ["└─", "0.2"]]
-    assert words[0][:2] == ["a.0/0", "0.500"]
-    assert words[4][:2] == ["a.0/1", "1.000"]
+    assert words[0][:2] == ["a.0/1", "1.000"], "the best comes first"
+    assert words[1][:2] == ["a.0/0", "0.500"]
+    assert [line[:2] for line in words[2:5]] == [["├─", "0.0"], ["├─", "0.1"], ["└─", "0.2"]]
     at = {name: head.index(name) + len(name) for name in ("tokens", "trained")}
     numbers = [[int(line[:end].split()[-1]) for end in at.values()] for line in lines[:5]]
-    assert numbers == [[25, 10], [10, 6], [12, 3], [3, 1], [4, 1]]
-    assert "main" in lines[1]
-    assert "compacted" in lines[3]
+    assert numbers == [[4, 1], [25, 10], [10, 6], [12, 3], [3, 1]]
+    assert "main" in lines[2]
+    assert "compacted" in lines[4]
     assert "\x1b" not in out.getvalue()
-    assert "· 7 tok" in lines[2] or width == 80
+    assert "· 7 tok" in lines[3] or width == 80
 
 
 def test_json_nests_sequences_and_counts_no_token_twice(inspect: Inspect) -> None:
@@ -167,7 +167,7 @@ def test_rollouts_are_compared_by_their_first_sequences(inspect: Inspect) -> Non
 def test_the_browser_opens_each_sequence_of_the_tree(buffer: rlbuffer.Buffer) -> None:
     async def tour(person: Person) -> None:
         await person.sees("├─ 0.1", "└─ 0.2", "a.0/1")
-        await person.press("enter")
+        await person.press("j", "enter")
         await person.sees("rollout a.0/0 (1 of 2 of its group)", "SEQUENCES", "compacted", "1 trained")
         await person.press("n", "n")
         await person.sees("rollout a.0/0.1 (sequence 1", "══ 7 tokens shared with 0.0, 4 trained", "its own from here")

@@ -95,7 +95,7 @@ def test_people_see_who_failed_and_why(
     at = ("--redis", redis_url, "--run", run_name)
     code, out, _ = typed("inspect", "a.0", *at)
     assert code == 0
-    assert f"group a.0   env a   {'packed in step 1' if is_packed else 'ready'}\n" in out
+    assert f"group a.0   {'◆ packed in step 1' if is_packed else '● ready'}   env a\n" in out
     assert ("left out: 2 failed (timeout 1, tool 1)" if is_packed else "failed: timeout 1, tool 1") in out
     assert [kind for kind in ("failed: timeout ", "failed: tool ") if kind not in out] == []
     code, out, _ = typed("inspect", "a.0/5", *at)
