@@ -16,12 +16,12 @@ STEPS, KEPT = 3, 1
 @pytest.mark.parametrize("command", ["train", "run"])
 def test_a_finished_trainer_trains_the_steps_that_were_taken_back_or_says_what_to_do(home: Home, command: str) -> None:
     config = home.config(steps=STEPS, world_size=1, checkpoint_every=1, keep_checkpoints=50)
-    if command == "train":
-        home.start_sources(config)
+    workers = home.start_sources(config) if command == "train" else []
     file: tuple[str | Path, ...] = (config,) if command == "run" else ("--config", config)
     arguments: tuple[str | Path, ...] = (command, *file, "--display", "plain")
     ended = home.call(*arguments, timeout=400)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [home.ended(worker, 120) for worker in workers] == [0] * len(workers), home.logs()
     again = home.call(*arguments, timeout=400)
     assert again.returncode == 0, again.stdout + again.stderr
     assert [record["step"] for record in home.metrics()] == [1, 2, 3], "a finished trainer trains nothing"
@@ -38,6 +38,8 @@ def test_a_finished_trainer_trains_the_steps_that_were_taken_back_or_says_what_t
 
     for step in range(KEPT + 1, STEPS + 1):
         shutil.move(home.path / f"runs/tiny/checkpoints/step-{step:08d}", home.path / f"old-{step}")
+    if command == "train":
+        home.start_workers(config)  # the others have left behind the trainer's last step
     trained = home.call(*arguments, timeout=400)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert [record["step"] for record in home.metrics()] == [1, 2, 3, 2, 3]

@@ -141,11 +141,15 @@ class Home:
         self.processes.append(process)
         return process
 
-    def start_sources(self, config: Path) -> None:
-        """The batcher and one worker per env, each in a process of its own, as in separate terminals."""
+    def start_sources(self, config: Path) -> list[Any]:
+        """The batcher and one worker per env, each in a process of its own, as in separate terminals. -> the
+        workers."""
         self.start("serve", "--config", config, log="serve")
-        for env in ("vcopy", "repeat"):
-            self.start("worker", env, "--config", config, log=f"worker-{env}")
+        return self.start_workers(config)
+
+    def start_workers(self, config: Path) -> list[Any]:
+        """One worker per env."""
+        return [self.start("worker", env, "--config", config, log=f"worker-{env}") for env in ("vcopy", "repeat")]
 
     def call(self, *arguments: str | Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         """Runs a command to its end."""
