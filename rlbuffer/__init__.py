@@ -35,7 +35,7 @@ _HOME = {
 }
 _MODULES = {
     name: f"rlbuffer.{name}"
-    for name in ("batcher", "client", "config", "errors", "packing", "records", "testing", "traces")
+    for name in ("batcher", "client", "config", "doors", "errors", "packing", "records", "testing", "traces")
 }
 _MODULES["advantages"] = "rlbuffer.batcher.advantages"
 """Modules that need no import of their own: ``rlbuffer.packing.pack``."""
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rlbuffer import batcher as batcher
     from rlbuffer import client as client
     from rlbuffer import config as config
+    from rlbuffer import doors as doors
     from rlbuffer import errors as errors
     from rlbuffer import packing as packing
     from rlbuffer import records as records

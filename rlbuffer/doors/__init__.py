@@ -4,3 +4,15 @@ A door is a codec (their samples as rollouts, and back) and a seam (their queue,
 needs of the trainer when it is attached, by name and version; without the line the trainer is as it was. Trainers'
 packages are imported when a door is opened. Open first: `trl`.
 """
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The door of that name: it needs no import of its own."""
+    if name == "trl":
+        return importlib.import_module("rlbuffer.doors.trl")
+    raise AttributeError(f"module 'rlbuffer.doors' has no attribute {name!r}")

@@ -145,7 +145,7 @@ def main(mode: str, port: str, steps: str, url: str, run: str, *options: str) ->
         args=arguments,
     )
     if mode == "door":
-        import rlbuffer.doors.trl
+        import rlbuffer
 
         rlbuffer.doors.trl.attach(trainer, url, run=run)
     if trainer.rollout_worker is not None:
