@@ -39,7 +39,7 @@ class Browser(App[None]):
     CSS: ClassVar[str] = """
     Look { layout: vertical; background: $background; }
     #title { height: 1; background: $panel; }
-    #standing { height: 1; }
+    #standing { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     #notice { height: auto; max-height: 5; text-style: bold; }
     #legend { height: auto; max-height: 3; }
     #top { height: auto; max-height: 60%; }

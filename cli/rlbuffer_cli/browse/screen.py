@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -62,6 +62,8 @@ class Looking:
     is_live: bool = False
     problems: int = 0
     """What somebody must cure, when a screen was read last."""
+    standing: Text = field(default_factory=Text)
+    """How the run stood then."""
     live_seconds: float = 2.0
 
     @property
@@ -153,7 +155,7 @@ class Look(Screen[None]):
     # -- the frame -------------------------------------------------------------------------------------------------
     def compose(self) -> ComposeResult:
         yield Static(id="title", markup=False)
-        standing = Static(id="standing", markup=False)
+        standing = Static(self.looking.standing, id="standing", markup=False)
         standing.display = self.says_how_the_run_stands()
         yield standing
         yield from self.body()
@@ -231,9 +233,8 @@ class Look(Screen[None]):
         self.looking.problems = self.query_one(Keys).problems = len(state.problems)
         known = figures(state, is_brief=True)
         parts = [*(known[name] for name in ("step", "reward") if name in known), *list(alerts(state, most=1))[:1]]
-        line = Text("  ", no_wrap=True, overflow="ellipsis", end="").join(parts)
-        line.no_wrap, line.overflow = True, "ellipsis"
-        self.query_one("#standing", Static).update(line)
+        self.looking.standing = Text("  ").join(parts)
+        self.query_one("#standing", Static).update(self.looking.standing)
 
     def is_reading(self) -> bool:
         """True while the first reading goes on: who pressed a key then is told to press it again."""
