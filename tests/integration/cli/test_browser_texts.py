@@ -39,7 +39,7 @@ def test_tokens_are_text_by_the_tokenizer_of_the_model(run: Run, tmp_path: Path)
     async def tour(person: Person) -> None:
         shown = await person.sees("group a.0", "prompt    What?", "it is 🙂\\nsure")
         assert shown.count("What?") == 1, "the prompt stands there once"
-        await person.press("enter")
+        await person.press("j", "enter")
         await person.sees("── user · 6 tokens ──", "it is 🙂………\\n", "sure", "plain: tokens decoded with")
         assert not any("<|end|>" in line for line in person.lines()), "a special token is none of the words"
         await person.press("G")
