@@ -8,7 +8,7 @@
 #   make check   ruff, mypy --strict, import arrows, wheel contents
 #   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
 #   make vllm-faults  kill the vLLM engine of a worker forty times, in that environment: make vllm-faults FAULTS="--seed 7"
-#   make adapters-test  environments of verifiers, tasks of reasoning-gym and TRL's trainer, in an environment of its own
+#   make adapters-test  verifiers, reasoning-gym, TRL's trainer, OpenAI's and Anthropic's clients, in an environment of its own
 #   make lock    write deploy/requirements.lock, from which the container image is installed
 #   make bench   measure planning, the data path, leader and more (nothing timed is a test)
 
@@ -87,7 +87,8 @@ vllm-faults:
 $(ADAPTERS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
-	  --editable '.[envs,verifiers,memory,train]' 'trl>=1.16,<1.17' requests psutil 'pytest>=8.2' 'pytest-timeout>=2.3'
+	  --editable '.[envs,verifiers,memory,train,gateway]' 'trl>=1.16,<1.17' requests 'openai>=2' 'anthropic>=0.60' psutil \
+	  'pytest>=8.2' 'pytest-timeout>=2.3'
 	@touch $@
 
 adapters-test: $(ADAPTERS)/.installed

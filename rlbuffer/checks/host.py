@@ -346,7 +346,8 @@ def _asked(c: Context) -> Iterator[Asked]:
 def _of_worker(c: Context, name: str, worker: WorkerSettings) -> Iterator[Asked]:
     given: dict[str, Any] = {"name": worker.sampler, "options": worker.sampler_options}
     given |= {"temperature": worker.temperature, "top_p": worker.top_p, "is_deterministic": c.settings.deterministic}
-    yield Asked(f"worker.{name}", "rlbuffer.worker.samplers:wrong_sampler", given=given)
+    if worker.env != "command":  # its programs sample by the gateway
+        yield Asked(f"worker.{name}", "rlbuffer.worker.samplers:wrong_sampler", given=given)
     yield _env(c, f"worker.{name}", worker)
 
 

@@ -131,7 +131,8 @@ class WorkerSettings(Table):
     """``[worker.NAME]``: one kind of worker."""
 
     env: str = Field(
-        description="Env to sample: vcopy, repeat, jsonl, reasoning_gym, verifiers, or `package.module:factory`."
+        description="Env to sample: vcopy, repeat, jsonl, command (any program, by the gateway), reasoning_gym, "
+        "verifiers, or `package.module:factory`."
     )
     env_options: Mapping[str, Any] = Field(default_factory=dict, description="Passed to the env's factory.")
     sampler: str = Field(

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+PROGRAMS = "command"
+"""The env of programs that sample by the gateway."""
 CHECKED_PROMPTS = 64
 """Prompts that are looked at for one to check the sampler with."""
 CHECKED_LOADS = 2
@@ -114,6 +116,10 @@ def run_worker(
         SchemaMismatch: the run was written by an incompatible version; nothing is written there.
         ServerUnreachable: for longer than the writer's patience.
     """
+    if settings.env == PROGRAMS and env is None:  # programs ask the gateway: nothing is sampled here
+        from rlbuffer.worker.programs import run_programs
+
+        return run_programs(buffer, name, settings, stop=stop, section=section)
     # First what may be refused: a worker that cannot work begins no run.
     store = buffer.store.role(WorkerStore)
     with telling_why(store, name, settings), telling_start(store, name, settings):

@@ -47,6 +47,7 @@ BUILT_IN: Mapping[str, Callable[..., Env]] = MappingProxyType({"vcopy": VCopy, "
 """Envs that need nothing, not even options."""
 ADAPTERS: Mapping[str, str] = MappingProxyType(
     {
+        "command": "rlbuffer.worker.envs.command:Command",
         "jsonl": "rlbuffer.worker.envs.jsonl:JsonLines",
         "reasoning_gym": "rlbuffer.worker.envs.reasoning:ReasoningGym",
         "verifiers": "rlbuffer.worker.envs.verifiers:Verifiers",

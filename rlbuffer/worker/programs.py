@@ -1,0 +1,177 @@
+"""The worker of an env of programs: it takes tickets, begins their rollouts, starts a process for each, and ends them.
+
+    take a ticket -> BEGIN -> a process per rollout, which asks the gateway -> END of each -> a gateway pushes the group
+
+It samples nothing and needs no weights: engines are the gateway's. A worker that dies leaves open rollouts, which fail
+as abandoned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from rlbuffer.config.addresses import NOWHERE, parse_listen
+from rlbuffer.config.settings import GatewaySettings, WorkerSettings
+from rlbuffer.errors import (
+    ConfigError,
+    EnvDone,
+    OpenRolloutEnded,
+    OpenRolloutUnknown,
+    RunGone,
+    ServerRefused,
+    ServerUnreachable,
+    TicketGone,
+)
+from rlbuffer.process.logs import fields
+from rlbuffer.process.threads import in_thread
+from rlbuffer.records.failure import Failure
+from rlbuffer.records.group import Ticket
+from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.store.gateway import GRACE_SECONDS, GatewayStore
+from rlbuffer.store.open_rollouts import Begun, End
+from rlbuffer.worker.envs import factory_of
+from rlbuffer.worker.envs.command import Command
+from rlbuffer.worker.heartbeat import Pulse
+
+if TYPE_CHECKING:
+    from rlbuffer.client.buffer import Buffer
+
+ASK_SECONDS = 0.5
+"""Seconds between two asks for a ticket, and between two looks at the wish to stop."""
+DRAIN_SECONDS = 15.0
+"""Time that programs have when their worker ends."""
+_log = logging.getLogger(__name__)
+
+
+def run_programs(
+    buffer: Buffer, name: str, settings: WorkerSettings, *, stop: threading.Event, section: str = ""
+) -> bool:
+    """Runs one worker of ``env = "command"`` until `stop` is set, or the env is done (-> True).
+
+    Raises:
+        ConfigError: the program's options, or no gateway is named.
+    """
+    env = factory_of("command", settings.env_options)(**settings.env_options)
+    if not isinstance(env, Command):
+        raise ConfigError("env command is another one here", setting="env")
+    base = env.gateway or gateway_url(buffer.settings.gateway)
+    store = buffer.store.role(GatewayStore)
+    store.open_run()
+    return asyncio.run(_Programs(store, name, settings, env, base, section, stop).run())
+
+
+def gateway_url(settings: GatewaySettings) -> str:
+    """The address at which this host reaches the gateway of these settings. Raises ConfigError."""
+    if settings.url:
+        return settings.url.rstrip("/")
+    host, port = parse_listen(settings.listen) if settings.listen else ("", 0)
+    if not port:
+        raise ConfigError(
+            'env command: no gateway is named. Set [gateway] listen, or env_options.gateway = "http://host:8400"',
+            setting="env_options",
+        )
+    host = "127.0.0.1" if host in ("", *NOWHERE) else host
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class _Programs:
+    def __init__(
+        self,
+        store: GatewayStore,
+        name: str,
+        settings: WorkerSettings,
+        env: Command,
+        base: str,
+        section: str,
+        stop: threading.Event,
+    ) -> None:
+        self._store, self._name, self._settings, self._env = store, name, settings, env
+        self._base, self._section, self._stop = base, section, stop
+        self._pulse = Pulse(store, name, env.name)
+
+    async def run(self) -> bool:
+        """Returns True when the env is done."""
+        groups, is_done = set[asyncio.Task[None]](), False
+        self._pulse.start()
+        _log.info("programs ask %s", self._base, extra=fields("ready", url=self._base))
+        try:
+            while not (self._stop.is_set() or (is_done and not groups)):
+                groups = {group for group in groups if not group.done()}
+                begun = None
+                if not is_done and len(groups) < self._settings.groups_in_flight:
+                    try:
+                        begun = await in_thread(self._begin)
+                        self._pulse.error = ""
+                    except EnvDone:
+                        is_done = True
+                    except (ServerRefused, ServerUnreachable, RunGone) as error:
+                        self._pulse.error = str(error)
+                if begun is not None:
+                    groups.add(asyncio.create_task(self._played(begun)))
+                    continue
+                self._pulse.waiting = None if groups else Waiting(kind=Wait.TICKET, env=self._env.name)
+                await asyncio.sleep(ASK_SECONDS)
+            if groups:
+                await asyncio.wait(groups, timeout=DRAIN_SECONDS)
+        finally:
+            for group in groups:
+                group.cancel()
+            await asyncio.gather(*groups, return_exceptions=True)
+            await asyncio.to_thread(self._pulse.close)
+        return is_done
+
+    def _begin(self) -> Begun | None:
+        """A ticket's rollouts; None while none is out."""
+        store, env, section = self._store, self._env, self._section
+        self._pulse.version = store.policy().version
+        numbers = store.take_tickets(env.name, 1, ttl_seconds=GRACE_SECONDS, size=env.tickets, section=section)
+        if not numbers:
+            return None
+        ticket = Ticket(env=env.name, number=numbers[0], group_id=f"{env.name}.{numbers[0]}")
+        about = {"prompt_id": str(ticket.number)}
+        try:
+            return store.begin(secrets.token_urlsafe(32), ticket, size=self._settings.group_size, about=about)
+        except TicketGone:
+            return None
+        except BaseException:
+            with suppress(ServerUnreachable, ServerRefused):
+                store.release_tickets(env.name, numbers)
+            raise
+
+    async def _played(self, begun: Begun) -> None:
+        """Runs the programs of a group."""
+        await asyncio.gather(*(self._rollout(begun, index, one) for index, one in enumerate(begun.capabilities)))
+        self._pulse.groups += 1
+
+    async def _rollout(self, begun: Begun, index: int, capability: str) -> None:
+        """Runs one program, and ends its rollout, whatever becomes of it."""
+        end = End(failure=Failure("stopped", "its worker ended"))
+        try:
+            environment = self._env.environment_of(self._base, capability, begun.number, index)
+            end = await self._env.end_of(environment, self._settings.rollout_timeout_seconds)
+        finally:
+            await asyncio.shield(asyncio.ensure_future(self._ended(begun.names[index], capability, end)))
+
+    async def _ended(self, name: str, capability: str, end: End) -> None:
+        """A server that is away or full is waited for, until the rollout is abandoned there."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while True:
+            try:
+                await in_thread(lambda: self._store.end(capability, end))
+            except (OpenRolloutEnded, OpenRolloutUnknown):  # it was stale, or abandoned
+                pass
+            except (ServerUnreachable, ServerRefused, RunGone) as error:
+                self._pulse.error = str(error)
+                if time.monotonic() < deadline and not isinstance(error, RunGone):
+                    await asyncio.sleep(ASK_SECONDS)
+                    continue
+            self._pulse.rollouts += 1
+            if end.failure is not None:
+                _log.debug("open rollout %s has failed: %s", name, end.failure.kind)
+            return
