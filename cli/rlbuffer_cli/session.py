@@ -97,12 +97,14 @@ def open_existing(loaded: Loaded, *, even_damaged: bool = False) -> Buffer:
 
 
 def at_work(buffer: Buffer) -> list[str]:
-    """Processes of the run that live, or ended a few seconds ago: a goodbye is a heartbeat, too."""
+    """Processes of the run that live, as far as is known: a rank says no goodbye, its trainer says when it has made its
+    last step."""
     from rlbuffer.client.run_state import read_run_state
 
     state = read_run_state(buffer.store)
     leader = ["batcher"] if state.is_led else []
-    return leader + sorted(p.title for p in state.processes if p.is_fresh and p.kind != "batcher")
+    left_out = {"batcher"} | ({"rank"} if buffer.store.trainer().is_finished else set())
+    return leader + sorted(p.title for p in state.processes if p.is_alive and p.kind not in left_out)
 
 
 def resume_hint(settings: RunSettings, step: int) -> str:

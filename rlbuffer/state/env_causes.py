@@ -46,7 +46,7 @@ def _cause(env: str, workers: Collection[Process], heard: Mapping[str, float]) -
         return Cause.WAITING, " ".join(f"{w.name} has no policy version yet." for w in alive[:SHOWN_WORKERS])
     silence = min((seconds for name, seconds in heard.items() if env in ("", name)), default=None)
     if silence is not None and silence <= SHOWN_SILENT_SECONDS:
-        return Cause.WRITERS, f"the last was last seen {duration(silence)} ago"
+        return Cause.WRITERS, f"the last push came {duration(silence)} ago"
     last = [f"{w.name} {'ended' if w.has_stopped else 'was last seen'} {duration(w.seconds_ago)} ago" for w in known]
     came = [] if silence is None else [f"the last push came {duration(silence)} ago"]
     return Cause.NO_WORKER, ", ".join([*last[:SHOWN_WORKERS], *came])

@@ -18,6 +18,7 @@ import pytest
 from forked import Parent
 from homes import Home, a_home
 from page_blocks import Command, File, blocks, prints, shape
+from terminals import ANSI, typed
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -36,6 +37,9 @@ STOPPED = ("guide/operate/plot.md", "guide/operate/rewind.md", "guide/operate/ba
 ALONE = ("tutorial/first_run.md",)
 """Pages that begin in an empty folder."""
 SECONDS = 60.0
+COLUMNS = 100
+END_OF_SCREEN = b"\x1b[?1049l"
+"""What a program sends when it leaves a screen of its own."""
 SEEN_STEPS = 20
 """Steps that a run has made before it is looked at."""
 FIRST, LAST = 0.4, 0.8
@@ -49,7 +53,7 @@ class Reader:
         self.home = home
         # No other file of settings is found; a checkout's commands come first.
         home.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{home.environment['PATH']}"
-        home.environment |= {"COLUMNS": "120", "NO_COLOR": "1"}
+        home.environment |= {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
 
     def follows(self, page: Path) -> None:
         """Writes the files of a page and types its commands; what stays at work is ended with the page."""
@@ -59,10 +63,15 @@ class Reader:
                 (self.home.path / block.name).write_text(block.text, encoding="utf-8")
             elif block.stays:
                 staying.append(self.begins(block))
+            elif block.in_terminal:
+                _, *words = shlex.split(block.text)
+                drawn = typed(words, self.home.path, until=b"", keys=b"", columns=COLUMNS, **self.home.environment)
+                printed = ANSI.sub(b"", drawn.rpartition(END_OF_SCREEN)[2]).decode().splitlines()
+                assert prints(printed, block.output), _difference(block, printed)
             else:
                 process, log = self._starts(block)
                 self.home.ended(process, SECONDS)
-                assert prints(_lines(log), block.output), _difference(block, log)
+                assert prints(_lines(log), block.output), _difference(block, _lines(log))
         for process in reversed(staying):
             process.send_signal(signal.SIGINT)
             self.home.ended(process, SECONDS)
@@ -72,8 +81,8 @@ class Reader:
         process, log = self._starts(command)
         deadline = time.monotonic() + 3 * SECONDS
         while not prints(_lines(log), command.output, may_go_on=True):
-            assert time.monotonic() < deadline, _difference(command, log)
-            assert process.poll() is None, _difference(command, log)
+            assert time.monotonic() < deadline, _difference(command, _lines(log))
+            assert process.poll() is None, _difference(command, _lines(log))
             time.sleep(0.2)
         return process
 
@@ -94,8 +103,7 @@ def _lines(log: Path) -> list[str]:
     return log.read_text(encoding="utf-8").splitlines()
 
 
-def _difference(command: Command, log: Path) -> str:
-    printed = _lines(log)
+def _difference(command: Command, printed: list[str]) -> str:
     lines = difflib.unified_diff(shape(command.output), shape(printed), "the page", "printed", lineterm="")
     return "\n".join([f"{command.place}: $ {command.text}", *lines, "", "whole:", *printed[-80:]])
 
@@ -126,6 +134,10 @@ def test_a_run_of_ones_own_prints_what_its_page_shows_and_learns(own_run: Home) 
     rewards = [record["reward"] for record in own_run.metrics("larger")]
     assert fmean(rewards[:5]) < FIRST
     assert fmean(rewards[-20:]) > LAST
+    for run in ("mine", "both"):  # with a worker, and a worker and a trainer, of one's own
+        with own_run.connect(run) as buffer:
+            rewards = [record["reward"] for record in buffer.store.history() if record["event"] == "step"]
+            assert fmean(rewards[-5:]) < FIRST < fmean(rewards[:5])
 
 
 @pytest.mark.parametrize("page", AT_WORK)
@@ -135,6 +147,7 @@ def test_the_commands_of_a_page_print_what_it_shows_of_a_run_at_work(at_work: Ho
 
 @pytest.mark.parametrize("page", STOPPED)
 def test_the_commands_of_a_page_print_what_it_shows_of_a_run_that_has_ended(own_run: Home, page: str) -> None:
+    own_run.environment["RLBUFFER_RUN"] = "larger"  # others were opened later
     Reader(own_run).follows(DOCS / page)
 
 

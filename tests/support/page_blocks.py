@@ -4,6 +4,7 @@ A page says both by the words of its fences:
 
 * ``console``: ``$ `` begins a command, the lines below it are what it prints. ``...`` stands for any lines where it is
   a line, else for anything within one. A command that ends with ``&`` stays at work, as in a terminal of its own.
+* ``console terminal``: the same, drawn on a terminal; what stays on the screen is compared.
 * ``python NAME``, ``toml NAME``: a file that the reader writes.
 """
 
@@ -12,12 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 FENCE = re.compile(r"^( *)```(\w*) ?([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"\s{2,}#\s.*$")
 ANY = "..."
+OMITTED = re.compile(r"(?:\\ )?\\\.\\\.\\\.")
+"""The same within a line that is escaped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Command:
     text: str
     stays: bool
     """It ends with ``&``: the page goes on while it works."""
+    in_terminal: bool
     output: tuple[str, ...]
 
 
@@ -51,7 +54,11 @@ def blocks(page: Path) -> Iterator[Command | File]:
                 first, *output = part.splitlines()
                 command = COMMENT.sub("", first)
                 yield Command(
-                    f"{page.name}:{line}", command.removesuffix("&").strip(), command.endswith("&"), tuple(output)
+                    f"{page.name}:{line}",
+                    command.removesuffix("&").strip(),
+                    stays=command.endswith("&"),
+                    in_terminal=name == "terminal",
+                    output=tuple(output),
                 )
                 line += 1 + len(output)
         elif name:
@@ -80,14 +87,15 @@ def marked(line: str) -> str:
 
 
 def shape(lines: Sequence[str]) -> list[str]:
-    """The lines that are not empty, marked; of equal ones that follow each other one."""
-    return [line for line, _ in groupby(filter(None, map(marked, lines)))]
+    """The lines that are not empty, marked."""
+    return list(filter(None, map(marked, lines)))
 
 
 def prints(output: Sequence[str], shown: Sequence[str], *, may_go_on: bool = False) -> bool:
-    """True when a command printed what its page shows; lines may follow where it `may_go_on`."""
+    """True when a command printed what its page shows: each line once or, equal but for its marks, several times in a
+    row. Lines may follow where it `may_go_on`."""
     pattern = "".join(
-        r"(?:.*\n)*" if line == ANY else re.escape(line).replace(re.escape(ANY), ".*") + r"\n"
+        r"(?:.*\n)*" if line == ANY else f"(?:{re.sub(OMITTED, '.*', re.escape(line))}\\n)+"
         for line in [*shape(shown), *[ANY] * may_go_on]
     )
     return re.fullmatch(pattern, "".join(f"{line}\n" for line in shape(output))) is not None

@@ -27,11 +27,11 @@ def worker(name: str = "w", **fields: Any) -> Process:
     [
         ([], {}, Cause.NO_WORKER, ""),
         ([], {"a": 40.0}, Cause.NO_WORKER, "the last push came 40 s ago"),
-        ([], {"a": 12.0}, Cause.WRITERS, "the last was last seen 12 s ago"),
+        ([], {"a": 12.0}, Cause.WRITERS, "the last push came 12 s ago"),
         ([], {"b": 1.0}, Cause.NO_WORKER, ""),
         ([worker(env="b")], {}, Cause.NO_WORKER, ""),
         ([worker(seconds_ago=40.0)], {}, Cause.NO_WORKER, "w was last seen 40 s ago"),
-        ([worker(has_stopped=True)], {"a": 1.0}, Cause.WRITERS, "the last was last seen 1.0 s ago"),
+        ([worker(has_stopped=True)], {"a": 1.0}, Cause.WRITERS, "the last push came 1.0 s ago"),
         ([worker(has_stopped=True)], {}, Cause.NO_WORKER, "w ended 1.0 s ago"),
         ([worker()], {}, Cause.GENERATING, ""),
         ([worker(waiting=TICKET, sampling=2)], {}, Cause.GENERATING, ""),

@@ -10,7 +10,7 @@
 -- Reply {'OK', new epoch, steps void, pending pushes dropped}
 --       {'GONE'}            the run does not exist
 --       {'CHANGED', epoch}  it is in another epoch: a request that comes late must not take back what came after it
---       {'ALIVE', ms}       the trainer was seen that long ago
+--       {'ALIVE', ms}       the trainer was seen that long ago, and has not said that it made its last step
 --       {'BEYOND', step}    the run ends at this step
 --       {'RETIRED', step}   steps up to this one are gone: the run can only go on from it (unless forced)
 -- The leader and the trainer are fenced: they begin again from what is here. Trained steps that are void move from
@@ -30,10 +30,10 @@ local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'retired', 'retired_
 if not meta[1] then return {'GONE'} end
 if meta[1] ~= seen_epoch then return {'CHANGED', meta[1]} end
 local last, keep, retired = tonumber(meta[2] or '0'), tonumber(kept_step), tonumber(meta[3] or '0')
-local trainer = redis.call('HMGET', trainer_key, 'number', 'trained', 'digest', 'oldest_kept', 'seen')
+local trainer = redis.call('HMGET', trainer_key, 'number', 'trained', 'digest', 'oldest_kept', 'seen', 'finished')
 local forced = force == '1'
 local silent = math.abs(now - tonumber(trainer[5] or '0'))  -- later than now: before the clock was set back
-if trainer[1] and not forced and silent < tonumber(silent_ms) then
+if trainer[1] and trainer[6] ~= trainer[1] and not forced and silent < tonumber(silent_ms) then
   return {'ALIVE', string.format('%.0f', silent)}
 end
 if keep > last then return {'BEYOND', string.format('%.0f', last)} end

@@ -90,6 +90,24 @@ def test_reset_is_refused_while_processes_are_at_work_unless_it_is_forced(made: 
     assert made.control_keys() == {}
 
 
+@pytest.mark.parametrize("command", [("rewind", "1", "--run"), ("reset",)])
+def test_a_run_whose_trainer_has_just_made_its_last_step_is_at_rest(
+    made: Run, call: Call, command: tuple[str, ...]
+) -> None:
+    name = made.store.run
+    made.train(1)
+    trainer = made.store.trainer()
+    made.store.heartbeat("rank", "0", {"step": 1})
+    made.store.heartbeat("worker", "math-0", {"left": True})
+    made.client.delete(made.store.keys.lease)
+    assert call("runs", *command, name, "--yes")[0] == 1, "nobody knows yet"
+    made.store.report(
+        trainer.number, epoch=made.meta.epoch, trained=1, digest=trainer.digest, oldest_kept=0, finished=True
+    )
+    code, _, err = call("runs", *command, name, "--yes")
+    assert code == 0, err
+
+
 def test_groups_of_void_steps_are_listed_as_dropped(made: Run, call: Call) -> None:
     name = made.store.run
 
