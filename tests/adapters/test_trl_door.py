@@ -67,6 +67,20 @@ def test_a_killed_trainer_and_a_killed_rollout_process_lose_and_repeat_nothing(h
     check(run)
 
 
+def test_two_hosts_sample_for_one_trainer(home: Home) -> None:
+    run = TrlRun(home)
+    host = run.python("trl_host.py", run.port, run.url, "trl", log="host")
+    (trainer,) = run.train(2)
+    home.wait_until(lambda: len({line["pid"] for line in run.lines("scored")}) == 2, seconds=300, why="both hosts")
+    assert home.ended(trainer, 300) == 0, home.logs()
+    host.kill()
+    loaded = [line["version"] for line in run.lines("loaded")]
+    assert loaded == sorted(set(loaded))
+    groups = [line["group"] for line in run.lines("scored")]
+    assert len(set(groups)) == len(groups), "a prompt is sampled twice"
+    check(run)
+
+
 # -- the codec ---------------------------------------------------------------------------------------------------------
 def sample(*, length: int, reward: float, advantage: float) -> object:
     dice = np.random.default_rng(length)

@@ -1,0 +1,44 @@
+"""A producer on another host: ``python trl_host.py PORT URL RUN`` runs TRL's rollout loop for a trainer elsewhere."""
+
+from __future__ import annotations
+
+import sys
+
+import trl.experimental.async_grpo.async_rollout_worker as rollout_worker
+from accelerate.state import PartialState
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl_user import ARGUMENTS, FOLDER, NotingLoop, note, reward
+
+import rlbuffer
+from rlbuffer.records.policy_version import PolicyVersion
+
+
+def load(version: PolicyVersion) -> None:
+    """The trainer has brought the weights into the only engine there is."""
+    note("loaded", version=version.version, labels=dict(version.labels))
+
+
+def main(port: str, url: str, run: str) -> None:
+    PartialState()
+    rollout_worker._AsyncRolloutLoop = NotingLoop
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "model")
+    rlbuffer.doors.trl.work(
+        url,
+        run=run,
+        load=load,
+        model_name=str(FOLDER / "model"),
+        dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i}?"}] for i in range(4000)]}),
+        reward_funcs=[reward],
+        processing_class=tokenizer,
+        eos_token_ids=[tokenizer.eos_token_id],
+        num_generations=ARGUMENTS["num_generations"],
+        max_inflight_tasks=ARGUMENTS["max_inflight_tasks"],
+        max_tokens=ARGUMENTS["max_completion_length"],
+        vllm_server_url=f"http://127.0.0.1:{port}",
+        chat_template_kwargs={"enable_thinking": False},
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
