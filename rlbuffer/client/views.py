@@ -24,7 +24,7 @@ from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.text import counted
 from rlbuffer.store.history import VOID_FIELDS, Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.store.part_rollouts import StepPart
-from rlbuffer.store.records import PartRollout, PoolEntry
+from rlbuffer.store.records import PartRollout, PoolEntry, is_stream
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire.metadata import scored_rewards
 
@@ -227,7 +227,7 @@ def every_group(
     if takes(State.PACKED) or takes(State.TRAINED):
         yield from _in_steps(store, takes_step, problems)
     if takes(State.DROPPED):
-        yield from ((view, ()) for view in dropped_groups(store.history()))
+        yield from ((view, ()) for view in dropped_groups(store.history(), is_stream=is_stream(store.meta())))
 
 
 # -- pending -----------------------------------------------------------------------------------------------------------
@@ -266,7 +266,8 @@ def pending_groups(
 def _versions(store: Viewer) -> dict[str, int]:
     """Adapter -> its newest policy version; of all weights at least the last step."""
     versions = {adapter: policy.version for adapter, policy in store.trainer().policies.items()}
-    versions[""] = max(versions.get("", 0), store.meta().step)
+    meta = store.meta()
+    versions[""] = max(versions.get("", 0), 0 if is_stream(meta) else meta.step)
     return versions
 
 
@@ -391,15 +392,17 @@ def left_out_in_words(members: Iterable[RolloutView]) -> str:
 
 
 # -- dropped -----------------------------------------------------------------------------------------------------------
-def dropped_groups(newest_first: Iterable[Mapping[str, Any]]) -> Iterator[GroupView]:
-    """The groups that these records of a history say were dropped, the newest first."""
+def dropped_groups(newest_first: Iterable[Mapping[str, Any]], *, is_stream: bool = False) -> Iterator[GroupView]:
+    """The groups that these records of a history say were dropped, the newest first. In a stream's no age is known: the
+    steps in it are no versions."""
     since: list[Mapping[str, Any]] = []  # since the step that is met next, which was the last one then
     for record in newest_first:
         event = record.get("event")
         if event == Dropped.event:
             since.append(record)
         elif event == Committed.event:
-            yield from (dropped_view(one, committed=int(record["step"])) for one in since)
+            committed = None if is_stream else int(record["step"])
+            yield from (dropped_view(one, committed=committed) for one in since)
             since = []
         elif event in (StepsVoided.event, RunRewound.event):
             yield from map(dropped_view, since)

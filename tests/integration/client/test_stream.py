@@ -307,3 +307,17 @@ def test_iterating_ends_with_the_run(served: Served) -> None:
 
     assert list(places()) == [1]
     assert stream.has_ended
+
+
+def test_the_age_of_what_waits_counts_announced_versions(served: Served) -> None:
+    run = served.run
+    served.serve(replace(STREAM, lookahead=0))
+    stream = streamed(run)
+    for number in range(6):
+        pushed(run, number)
+    taken(stream, 3)
+    stream.version("next")
+    buffer = opened(run)
+    ages = {view.age for view in buffer.groups("state:ready")}
+    assert ages == {1}
+    assert min(view.age or 0 for view in buffer.groups("state:packed")) == 0
