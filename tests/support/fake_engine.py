@@ -1,7 +1,7 @@
 """A server of vLLM's kind over a model of no weights: it renders, samples behind token ids, and parses.
 
 What it writes is told by the last message; the logprob of each token is computed from all tokens before it, so that
-whoever has a sequence can compute it again. It speaks as 0.33 does, or as 0.32.
+whoever has a sequence can compute it again. It speaks as vLLM 0.33 does, as 0.32, or as SGLang.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from chat_templates import FAMILIES, Family, decoded, encoded
 
 WORDS = ("a", "tree", "the", "answer", "is", "user", "look_up", "think", "of", "name")
 QWEN3 = next(family for family in FAMILIES if family.name == "qwen3")
+SGLANG = "sglang"
 CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.S)
 THOUGHT = re.compile(r"\s*<think>\n?(.*?)\n?</think>\n*", re.S)
 
@@ -82,7 +83,10 @@ class FakeEngine:
 
     async def _listen(self, port: int) -> None:
         app = web.Application(client_max_size=2**28)
-        app.router.add_get("/version", self._version)
+        if self.speaks == SGLANG:
+            app.router.add_post("/v1/chat/completions", self._chat)
+        else:
+            app.router.add_get("/version", self._version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions/render", self._render)
         app.router.add_post("/v1/chat/completions/derender", self._derender)
@@ -99,6 +103,39 @@ class FakeEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    # -- SGLang ------------------------------------------------------------------------------------------------------
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.status != 200:
+            return web.json_response({"error": {"message": "no"}}, status=self.status)
+        prompt = body.get("input_ids")
+        if prompt is None:
+            prompt = encoded(self.family.text(body["messages"], body.get("tools") or [], True)).tolist()
+            given = {"prompt_token_ids": prompt if body.get("return_prompt_token_ids") else None}
+            return web.json_response({"choices": [{"message": {"content": "a"}, "finish_reason": "length", **given}]})
+        tokens = [
+            *encoded(self._written(decoded(prompt)), dropout=0.3).tolist(),
+            *encoded(self.family.end({})).tolist(),
+        ]
+        finish = "length" if len(tokens) > body["max_tokens"] else "stop"
+        tokens = tokens[: body["max_tokens"]]
+        logprobs = logprobs_of([*prompt, *tokens], len(prompt))
+        version = int(self.version) if self.version.isdigit() else -1
+        self.samples.append(Sample(list(prompt), tokens, logprobs, [(version, 0, len(tokens))], body))
+        rows = [[float(value), token, None] for value, token in zip(logprobs, tokens, strict=True)]
+        message = self.parsed(tokens)
+        meta = {"output_token_logprobs": rows, "weight_version": self.version}
+        reason = "tool_calls" if message.get("tool_calls") and finish == "stop" else finish
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": reason,
+            "matched_stop": tokens[-1],
+            "meta_info": meta,
+        }
+        answer: Any = {"id": "s", "choices": [choice]}
+        return web.json_response(self.spoil(answer) if self.spoil else answer)
 
     # -- vLLM --------------------------------------------------------------------------------------------------------
     async def _version(self, request: web.Request) -> web.Response:

@@ -82,7 +82,15 @@ class Served:
 class Stage:
     """A run with a trainer that has announced version 0, a batcher, an engine and a gateway."""
 
-    def __init__(self, url: str, run: str, *, batcher: Mapping[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        *,
+        batcher: Mapping[str, Any] | None = None,
+        engine: FakeEngine | None = None,
+        **settings: Any,
+    ) -> None:
         self._stack = ExitStack()
         self.server, self.run = url, run
         self.buffer: Buffer = self._stack.enter_context(connect(url, run=run))
@@ -92,7 +100,7 @@ class Stage:
         self.reader.start()
         self.buffer.policy.announce(0, location="", size=0, checksum="")
         self._stack.enter_context(leading(self.buffer, self.config))
-        self.engine = FakeEngine().start()
+        self.engine = (engine or FakeEngine()).start()
         self._stack.callback(self.engine.stop)
         self.settings = settings
         self._served: list[Served] = []

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from chat_templates import Family
+from fake_engine import QWEN3, SGLANG, FakeEngine
 from gateway_stage import TOOLS, Stage, engine_samples, trained_samples
 
 from rlbuffer.errors import ConfigError
@@ -100,6 +102,22 @@ def test_a_refusal_behind_pings_is_an_event(stage: Stage, monkeypatch: pytest.Mo
     stage.engine.spoil = lambda answer: {"choices": []}
     (event,) = events(agent.post("say x", stream=True).text)
     assert event["error"]["code"] == "engine_refused"
+
+
+@pytest.mark.parametrize("speaks", ["0.32.0", SGLANG])
+def test_an_engine_of_another_kind_gives_the_same_rollouts(redis_url: str, run_name: str, speaks: str) -> None:
+    stage = Stage(redis_url, run_name, engine=FakeEngine(speaks=speaks))
+    try:
+        agent = stage.agent()
+        agent.ask('call look_up {"word": "tree"}', tools=TOOLS)
+        agent.result("a plant")
+        agent.ask("say a tree is a plant", tools=TOOLS)
+        agent.end()
+        (rollout,) = stage.rollouts()
+        assert len(rollout.sequences) == 1
+        assert trained_samples(rollout) == engine_samples(stage.engine)
+    finally:
+        stage.close()
 
 
 # -- the same request again ------------------------------------------------------------------------------------------
@@ -266,20 +284,15 @@ def test_a_model_that_nobody_serves(redis_url: str, run_name: str, other_models:
 
 
 def test_a_template_that_cannot_be_gone_on_from_is_said_and_each_turn_is_a_sequence(
-    redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    redis_url: str, run_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from chat_templates import Family
-    from fake_engine import QWEN3, FakeEngine
-
     def moved(messages: Any, tools: Any, opens: bool) -> str:
         whole = QWEN3.text(messages, tools, opens)
         return f"{sum(message['role'] == 'user' for message in messages)} questions\n{whole}"
 
     family = Family("moved", moved, QWEN3.written, QWEN3.end)
-    monkeypatch.setattr(FakeEngine, "family", family)
-    monkeypatch.setattr(FakeEngine.__init__, "__defaults__", (family, *FakeEngine.__init__.__defaults__[1:]))
     with caplog.at_level(logging.WARNING):
-        stage = Stage(redis_url, run_name)
+        stage = Stage(redis_url, run_name, engine=FakeEngine(family=family))
     try:
         assert "cannot be continued" in caplog.text
         agent = stage.agent()

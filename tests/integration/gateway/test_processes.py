@@ -18,6 +18,9 @@ import pytest
 from gateway_stage import Agent, Stage, engine_samples, trained_samples
 from own_server import OwnServer, free_port
 
+from rlbuffer.config.settings import GatewaySettings, RunSettings, to_json
+from rlbuffer.run.supervisor import Supervisor
+
 TURNS = 5
 
 
@@ -133,3 +136,32 @@ def at_url(agent: Agent, url: str) -> Agent:
     base = agent.opened["base_url"].partition("/r/")[0]
     moved: dict[str, Any] = {name: value.replace(base, url) for name, value in agent.opened.items()}
     return Agent(agent.stage, moved)
+
+
+def test_a_run_starts_the_gateways_of_its_settings_and_ends_them_with_itself(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    stage = Stage(redis_url, run_name)
+    try:
+        gateway = GatewaySettings(engines=(stage.engine.url,), listen=f"127.0.0.1:{free_port()}", replicas=2)
+        settings = RunSettings(run=run_name, redis_url=redis_url, gateway=gateway, home=tmp_path)
+        children = Supervisor(settings, say=lambda *_: None)._children()
+        names = [child.name for child in children if child.name.startswith("gateway")]
+        assert names == ["gateway-0", "gateway-1"]
+        command = [sys.executable, "-m", "rlbuffer.run.members", "gateway", names[0]]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert process.stdin is not None
+        process.stdin.write(to_json(settings).encode() + b"\n")
+        process.stdin.flush()
+
+        def answers() -> bool:
+            with suppress(httpx.HTTPError):
+                return httpx.get(f"http://{gateway.listen}/health", timeout=5).status_code == 200
+            return False
+
+        stage.wait_for(answers)
+        assert stage.buffer.store.heartbeats("gateway")[names[0]]["models"] == ["tiny"]
+        process.stdin.close()  # as when its supervisor is gone
+        process.wait(120)
+    finally:
+        stage.close()
