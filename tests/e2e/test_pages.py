@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -30,6 +29,8 @@ AT_WORK = (
     "guide/operate/drop.md",
     "guide/operate/change_settings.md",
     "guide/operate/stop.md",
+    "guide/inspect.md",
+    "guide/recorded.md",
 )
 """Pages for a run at work; each leaves it as it was."""
 STOPPED = ("guide/operate/plot.md", "guide/operate/rewind.md", "guide/operate/back_up.md", "guide/operate/remove.md")
@@ -117,14 +118,15 @@ def own_run(parent: Parent) -> Iterator[Home]:
 
 
 @pytest.fixture(scope="module")
-def at_work(parent: Parent, own_run: Home) -> Iterator[Home]:
-    """The same run, begun anew and at work for as long as somebody looks."""
+def at_work(parent: Parent) -> Iterator[Home]:
+    """The same run, at work for as long as somebody looks."""
     with a_home(parent) as home:
         for block in blocks(OWN_RUN):
             if isinstance(block, File):
                 (home.path / block.name).write_text(block.text, encoding="utf-8")
-        shutil.copy(own_run.path / "rlbuffer.toml", home.path)
-        home.environment["RLBUFFER_TRAINER__STEPS"] = "100000"
+        made = home.call("config", "init", "--env", "my_envs:Larger")
+        assert made.returncode == 0, made.stderr
+        home.environment |= {"RLBUFFER_TRAINER__STEPS": "100000", "RLBUFFER_RUN": "larger"}
         home.start("run", "rlbuffer.toml", "--display", "plain", log="run")
         home.wait_until(lambda: len(home.metrics("larger")) >= SEEN_STEPS, seconds=60, why=f"step {SEEN_STEPS}")
         yield home

@@ -295,7 +295,7 @@ def _said_of_versions(
     if said:
         where = f'run "{buffer.run}" is at version {max(current.values())}, batcher.max_age is {config.max_age}'
         return f"{', '.join(said)}: {where}. --version current pushes them as this run's own"
-    return f"what no step up to {last} trains will be dropped as stale" if own else ""
+    return f"groups that are not trained by step {last} will be dropped as stale (batcher.max_age)" if own else ""
 
 
 def _together(groups: Iterator[Group]) -> Iterator[tuple[int, list[Group]]]:
