@@ -47,7 +47,7 @@ def loss_of(model, samples):
 def main(url, run, path, output, updates):
     model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, use_safetensors=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    checkpoint, done, state = Path(output) / "checkpoint.pt", 0, None
+    checkpoint, done, state = Path(output) / "checkpoint.pt", 0, rlbuffer.Stream.BEGINNING
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])

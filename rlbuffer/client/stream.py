@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -211,6 +211,15 @@ class Stream:
         >>> _ = batcher.join(), buffer.close()
     """
 
+    BEGINNING: ClassVar[Mapping[str, Any]] = {
+        "part": 0,
+        "unused": [],
+        "version": -1,
+        "reader": {"step": 0, "epoch": 0, "digest": "", "steps": []},
+    }
+    """The state of a trainer whose weights are fresh: it is given the groups from the first one on, also where an
+    earlier start, of which no checkpoint is left, has trained some."""
+
     def __init__(self, store: TrainerStore, *, timeout_seconds: float, can: Trainable = ANYTHING) -> None:
         self._store = store
         self.reader = Reader(
@@ -241,13 +250,15 @@ class Stream:
         """Begins an attempt of the trainer behind what `state` says; an older trainer of the run is fenced.
 
         `state` is what :attr:`state` was when the checkpoint was written: then the stream gives the same groups again
-        as after it. None: it goes on behind what the server says is trained. Iterating resumes with None if nobody did.
+        as after it. :attr:`BEGINNING` is that of fresh weights. None: it goes on behind what the server says is
+        trained, whatever weights those groups are in. Iterating resumes with None if nobody did.
 
         Raises:
             RlbufferError: it was resumed already.
             CheckpointError: `state` is another thing.
             ConfigError: the run plans rows for ranks.
             ResumeRefused: the run does not reach to that place.
+            ResumeRetired: groups behind that place were removed from the server.
         """
         if self._is_resumed:
             raise RlbufferError("the stream is resumed already: make another one to begin again")

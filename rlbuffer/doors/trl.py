@@ -256,8 +256,8 @@ class SampleStream:
         self.groups: dict[int, GivenGroup] = {}
         """Place -> group, of those that are given and not acknowledged."""
 
-    def start(self, state: Mapping[str, Any] | None) -> None:
-        """Begins behind what `state` says; None: behind what the server says is trained."""
+    def start(self, state: Mapping[str, Any]) -> None:
+        """Begins behind what `state` says."""
         self.stream.resume(state)
         threading.Thread(target=self._pull, name="rlbuffer-samples", daemon=True).start()
 
@@ -357,7 +357,7 @@ def _callback(
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             saved = state.stateful_callbacks.get("RlbufferStream") if state.global_step else None
             self._places = dict(saved["places"]) if saved else {}
-            stream.start(saved["stream"] if saved else None)
+            stream.start(saved["stream"] if saved else Stream.BEGINNING)
             stream.stream.version(trainer.model_version)
             # One judge: the run's max_age, when a group is committed. The ledger has counted it by then.
             trainer._rollout_dataset.max_staleness = NO_LIMIT

@@ -118,6 +118,22 @@ def test_a_trainer_that_resumes_is_given_the_same_groups_and_its_part_again(serv
     clean(run)
 
 
+def test_a_trainer_with_fresh_weights_is_given_the_groups_from_the_first_one_on(served: Served) -> None:
+    run = served.run
+    served.serve(STREAM)
+    stream = streamed(run)
+    for number in range(4):
+        pushed(run, number)
+    first = taken(stream, 3)
+    stream.trained(2, unused=[first[0].rollouts[0].rollout_id])
+    stream.close()
+    again = streamed(run, Stream.BEGINNING)
+    assert [its.digest for its in taken(again, 3)] == [its.digest for its in first]
+    again.trained(3)
+    assert account(run) == (2, 5, 1)
+    clean(run)
+
+
 def test_a_stream_without_a_state_goes_on_behind_what_is_trained(served: Served) -> None:
     run = served.run
     served.serve(STREAM)
