@@ -43,6 +43,10 @@ SHARES = {
     "DROP": 0.03,
     "PUSH": 0.03,
     "REPORT": 0.02,
+    "BEGIN": 0.1,
+    "CALL": 0.1,
+    "END": 0.1,
+    "FORGET": 0.5,
 }
 """Script -> share of its requests that get a wrong one before them."""
 
@@ -166,9 +170,44 @@ class Defects:
             yield Wrong(b"OPEN", [b"end", args[1], b"%d" % (self.number(self._keys.meta, b"step") + 1)])
 
     def _push(self, args: list[bytes]) -> Iterator[Wrong]:
+        if args[11] != b"0":
+            other = [*args[:4], b"nobody.0", *args[5:]]
+            yield Wrong(b"OPEN", other, earlier=(b"DUP", b"GONE"))
         if args[9] and self._is_pending(args[9]):
             more = [*args[:7], b"%d" % (int(args[7]) + 1), *args[8:]]
             yield Wrong(b"UNEQUAL", more, earlier=(b"DUP", b"GAP", b"GONE", b"MISSING"))
+
+    def _begin(self, args: list[bytes]) -> Iterator[Wrong]:
+        """Of a ticket that is not out; of one whose group was begun; about a run that was deleted."""
+        yield Wrong(b"TAKEN", [OTHER, args[1], args[2], b"99999999", *args[4:]], earlier=(b"GONE",))
+        yield Wrong(b"GONE", args, ("meta",))
+
+    def _call(self, args: list[bytes]) -> Iterator[Wrong]:
+        """With another capability, of a run that was deleted, from a call that is not there, of another line."""
+        gone = (b"UNKNOWN", b"ENDED", b"GONE")
+        yield Wrong(b"UNKNOWN", [*args[:2], OTHER, *args[3:]], earlier=(b"GONE",))
+        yield Wrong(b"GONE", args, ("meta",))
+        if args[0] == b"record":
+            fresh = [*args[:7], b"of nobody", b"0", *args[9:]]
+            early = (*gone, b"FULL", b"LINE")
+            yield Wrong(b"MISSING", [*fresh[:9], b"9999", *fresh[10:]], earlier=early)
+            yield Wrong(b"LINE", [*fresh[:6], b"1", *fresh[7:]], earlier=gone)
+            yield Wrong(b"FULL", [*fresh[:14], b"0", *fresh[15:]], earlier=early)
+            yield Wrong(b"FULL", [*fresh[:15], b"0", *fresh[16:]], earlier=early)
+
+    def _end(self, args: list[bytes]) -> Iterator[Wrong]:
+        """With another capability, of a run that was deleted, and as abandoned before its deadline."""
+        opened = self._server.data.get(self._keys.open.encode())
+        if opened is not None and opened.scores.get(args[1], 0) > self._server.now_ms():
+            yield Wrong(b"OPEN", [b"expire", *args[1:7], b"99999999"], earlier=(b"GONE",))
+        if args[0] == b"end":
+            yield Wrong(b"UNKNOWN", [*args[:7], OTHER], earlier=(b"GONE",))
+        yield Wrong(b"GONE", args, ("meta",))
+
+    def _forget(self, args: list[bytes]) -> Iterator[Wrong]:
+        """By who does not lead; of what was pushed a moment ago."""
+        yield Wrong(b"FENCED", [b"1", *args[1:]])
+        yield Wrong(b"OK", [args[0], b"999999999999", *args[2:]])
 
     def _recover(self, args: list[bytes]) -> Iterator[Wrong]:
         yield Wrong(b"NONE", [*args[:2], OTHER, *args[3:]])

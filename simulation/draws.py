@@ -111,6 +111,8 @@ OWN_LOSSES = 0.5
 """Share of those in which the server loses a step that one rank has and another has not."""
 STREAMS = 0.15
 """Share of the seeds whose trainer packs for itself, from a stream."""
+GATEWAYS = 0.5
+"""Share of the seeds with tickets in which agents sample through gateways."""
 AWAY = 0.05
 """Share of the seeds in which the trainer ends for a while, and the server is started again meanwhile."""
 AWAY_SECONDS = (4.0, 8.0)
@@ -170,6 +172,9 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
         _away(seed) if mutation is None and not (own or is_spoilt or values["ends"] or values["said"]) else 0.0
     )
     values["clocks"] = _clocks(seed) if mutation is None else ()
+    gateways = random.Random(f"gateways {seed}")
+    if mutation is None and gateways.random() < GATEWAYS and values["tickets"]:
+        values |= {"gateways": gateways.choice((1, 2, 2)), "agents": gateways.choice((1, 2, 3))}
     values["own"] = own
     if own:
         values["world_sizes"] = (2,)

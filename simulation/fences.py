@@ -14,7 +14,7 @@ from rlbuffer.store.pool import CLOSING_REASONS
 from simulation.rollouts import SMALLEST_TOKENS
 from simulation.server import Command
 
-GROWING_SCRIPTS = frozenset({"PUSH", "TICKET"})
+GROWING_SCRIPTS = frozenset({"PUSH", "TICKET", "BEGIN"})
 """All that may be refused at the memory limit."""
 
 

@@ -17,12 +17,13 @@ from simulation.accounts import FATES, UNITS, Live, Pending, counted, incarnatio
 from simulation.committed_steps import CommittedSteps
 from simulation.fences import Fences
 from simulation.network import Network
+from simulation.opened import Opened
 from simulation.rewinds import Rewinds
 from simulation.server import Command, Server
 from simulation.values import StreamId, stream_id
 
 
-class Invariants(CommittedSteps, Fences, Rewinds):
+class Invariants(CommittedSteps, Fences, Rewinds, Opened):
     """Conditions that must always hold."""
 
     def __init__(self, server: Server, network: Network, run: str) -> None:
@@ -53,6 +54,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
 
     def forget(self) -> None:
         """The run is begun again: nothing is known of it."""
+        self.forget_opened()
         self.pool: dict[StreamId, Pending] = {}
         self.strange: dict[StreamId, dict[bytes, bytes]] = {}
         """What somebody else than a client has put there."""
@@ -107,6 +109,9 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         if len(commands) == 1 and self.script_of(commands[0]) == "TICKET":
             tickets = self.server.find(commands[0][3])
             self._before = dict(tickets.scores) if tickets else {}
+        for command in commands:
+            if command[0] == b"EVALSHA":
+                self.note_opened(self.script_of(command), command)
 
     def _check(self, commands: Sequence[Command], replies: list[Any]) -> None:
         self.events += 1
@@ -140,6 +145,7 @@ class Invariants(CommittedSteps, Fences, Rewinds):
         for command, reply in zip(commands, replies, strict=True):
             if command[0] == b"EVALSHA":
                 self._check_script(self.script_of(command), command, reply)
+                self.check_opened(self.script_of(command), command, reply)
         if self._suspects:
             self._check_payloads()
         if self._envs:

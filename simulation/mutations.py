@@ -51,6 +51,11 @@ def _of(
     return Mutation(name=name, script=script, old=old, new=new, profile=profile, asks=asks, also=also)
 
 
+def _opened(name: str, script: str, old: str, new: str, profile: str = "", **asks: Any) -> Mutation:
+    """One of the scripts of open rollouts."""
+    return _of(name, script, old, new, profile, **{"tickets": True, "gateways": 2, "agents": 3, **asks})
+
+
 MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "no-sequence-check",
@@ -205,6 +210,59 @@ MUTATIONS: tuple[Mutation, ...] = (
         scorers=1,
     ),
     _of("scored-grows-younger", "push", "old.pushed or string.match(replaced, '^%d+')", "number", scorers=1),
+    _opened("key-begins-twice", "begin", "if begun then return {'DUP', begun} end", ""),
+    _opened(
+        "begin-without-ticket",
+        "begin",
+        "not redis.call('ZSCORE', tickets_key, number) or redis.call('EXISTS', group_key) == 1",
+        "redis.call('EXISTS', group_key) == 1",
+        "stops",
+    ),
+    _opened("ticket-begins-twice", "begin", " or redis.call('EXISTS', group_key) == 1", "", "stops"),
+    _opened("call-recorded-twice", "call", "if newest and newest ~= seen then", "if false then"),
+    _opened("call-after-the-end", "call", "if known[1] ~= 'open' then", "if false then"),
+    _opened("call-of-anybody", "call", "if not known[1] or known[2] ~= capability then", "if not known[1] then"),
+    _opened(
+        "call-of-another-line",
+        "call",
+        "if line ~= its_line or tonumber(known[4]) < tonumber(line) then",
+        "if false then",
+        taken_back=0.6,
+    ),
+    _opened(
+        "call-keeps-its-age",
+        "call",
+        "math.min(tonumber(known[8]), tonumber(oldest))",
+        "tonumber(oldest)",
+    ),
+    _opened("call-leaves-the-ticket", "call", "redis.call('ZADD', tickets_key, 'XX', ", "tostring("),
+    _opened("call-refused-for-memory", "call", "#!lua flags=allow-oom", "#!lua", full=True),
+    _opened("end-takes-another", "end", "if known[1] ~= 'open' then", "if false then"),
+    _opened("end-before-the-others", "end", "<= 0 then", "<= 1 then"),
+    _opened("end-before-its-deadline", "end", "if till > now then return {'OPEN'} end", "", "stops"),
+    _opened("push-of-what-is-open", "push", "if opened ~= '0' and not redis", "if false and not redis"),
+    _opened("push-stays-waiting", "push", "redis.call('ZREM', ended_key, group)", ""),
+    _opened(
+        "open-pushed-twice",
+        "push",
+        "redis.call('HSET', producer_key, 'sequence', number, 'id', id)",
+        "if opened == '0' then redis.call('HSET', producer_key, 'sequence', number, 'id', id) end",
+        "network",
+    ),
+    _opened(
+        "forget-too-early",
+        "forget",
+        "if now - pushed > tonumber(kept) then",
+        "if pushed < now then",
+    ),
+    _opened(
+        "forget-with-any-token",
+        "forget",
+        "if lease[3] ~= token or tonumber(lease[2] or '0') < now then",
+        "if false then",
+        "stops",
+        batchers=2,
+    ),
     _of("commit-refused-for-memory", "commit", "#!lua flags=allow-oom", "#!lua", full=True),
     _of("void-in-the-same-epoch", "void", "tonumber(meta[1]) + 1", "tonumber(meta[1])", taken_back=0.7),
     _of("void-leaves-the-leader", "void", "if token then", "if false then", taken_back=0.7),

@@ -33,6 +33,13 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.store.member", "FORGOTTEN_AFTER_MS"): 3500,
     ("rlbuffer.client.producer", "SPOOL_PUSHES"): 3,
     ("rlbuffer.store.leader", "SWEEP"): 4,
+    ("rlbuffer.daemon.watches", "FORGET_SECONDS"): 0.4,
+    ("rlbuffer.store.leader", "OPEN_KEPT_MS"): 1500,
+    ("rlbuffer.store.gateway", "MOST_CALLS"): 5,
+    ("rlbuffer.store.gateway", "_GRACE_MS"): 500,
+    ("rlbuffer.store.gateway", "_LONGEST_IDLE_MS"): 2500,
+    ("rlbuffer.store.gateway", "ABANDONED_AT_ONCE"): 2,
+    ("rlbuffer.store.gateway", "SHARE_SECONDS"): 0.1,
 }
 """Times and sizes that are made smaller, so that what they are for happens within seconds and with few groups."""
 
@@ -121,6 +128,10 @@ class Plan:
     own: bool = field(default=False)
     """The trainer's loop is somebody's own: the ranks compare nothing before they exchange gradients. What the server
     loses, it loses while one rank has a step and another has not."""
+    gateways: int = field(default=0)
+    """Processes of gateways, each of which serves every agent."""
+    agents: int = field(default=0)
+    """Agents that sample through them."""
     clocks: tuple[tuple[str, float, float, float], ...] = field(default=())
     """Clocks that are far off for a while: whose ("server", or the first word of processes' names), from when and until
     when, as shares of the time of faults, and by how many seconds; below 0 it is behind."""
@@ -138,7 +149,7 @@ class Plan:
         }
 
     def may_die(self, name: str) -> bool:
-        return name.split(" ")[0] in ("batcher", "writer", "scorer", "rank")
+        return name.split(" ")[0] in ("batcher", "writer", "scorer", "rank", "gateway")
 
     def stop_seconds(self, dice: random.Random) -> float:
         """Mostly longer than a lease."""

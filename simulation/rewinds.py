@@ -25,6 +25,10 @@ _KNOWLEDGE = (
     "_leader",
     "_continued",
     "incarnations",
+    "opened",
+    "begun_by",
+    "open_counts",
+    "accounted",
 )
 
 
@@ -48,6 +52,7 @@ class Rewinds:
         incarnations = self.incarnations
         for name, value in saved.items():
             setattr(self, name, deepcopy(value))
+        self.still_heard()
         self.incarnations = incarnations | self.incarnations  # whoever began since then is not forgotten
 
     def restarted(self, step: int) -> None:

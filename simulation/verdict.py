@@ -76,6 +76,7 @@ def is_sound(world: World) -> None:
         return
     store = Viewer(SimulatedConnection(world.network, Process("verify")), world.run)
     store.meta()
+    invariants.check_heard()
     for finding in verify(store).findings:
         if any(key.decode() in finding.message for key, _ in invariants.damaged):
             continue  # it names what chance has changed, as it must

@@ -20,6 +20,7 @@ from simulation.actors import Trainer, Worker, batcher
 from simulation.asking import ask, end
 from simulation.circumstances import OWN_FAULT, come_first, fill, planner, stranger
 from simulation.defects import Defects
+from simulation.gateways import Agent, Gateway, gateway
 from simulation.host import Host
 from simulation.invariants import Invariants
 from simulation.log import Log
@@ -105,6 +106,12 @@ class World:
         """Acknowledged pushes may be lost."""
         self._loses_when_apart = False
         """The server loses its newest writes when one rank has a step and another has not."""
+        self.losses = 0
+        """Grows when the server loses acknowledged writes, or the run."""
+        self.samples = 0
+        """Samples of the gateways' engine."""
+        self.gateways: list[Gateway] = []
+        """Those that were started, also when they are dead."""
         self.host = Host(self)
         self.reasons = Reasons(self)
         self.trainer = Trainer(self.host)
@@ -186,6 +193,10 @@ class World:
             later(0.1, partial(host.keep, worker.name, worker.run))
         for index in range(plan.scorers):
             later(0.1, partial(host.keep, f"scorer {index}", partial(scorer, host, index)))
+        for index in range(plan.gateways):
+            later(0.2 + 0.1 * index, partial(host.keep, f"gateway {index}", partial(gateway, host)))
+        for index in range(plan.agents):
+            later(0.3, partial(host.keep, f"agent {index}", Agent(host, index).run))
         later(0.2, self.trainer.begin)
         if plan.operator:
             later(1.0, partial(host.keep, "operator", partial(operator, host)))
@@ -329,6 +340,7 @@ class World:
             self.scheduler.after(self.dice.uniform(0.5, 0.9) * left, self.reset)
             return
         self.note("the run is deleted")
+        self.losses += 1
         self.server.data.clear()
         self.server.expiry.clear()
         self.invariants.forget()
@@ -380,6 +392,7 @@ class World:
     def _lose(self) -> None:
         """Loses what was acknowledged since the last look at the disk, or the last word to the replica."""
         self.was_rolled_back = True
+        self.losses += 1
         if Keys(RUN).meta.encode() not in self._saved[0][0]:
             self.was_disturbed = True  # the run is lost whole, and begun again
         on_disk, known = self._saved

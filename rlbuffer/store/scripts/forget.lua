@@ -17,8 +17,7 @@ for i = 3, #ARGV, 2 do
   local group, size = ARGV[i], tonumber(ARGV[i + 1])
   local pushed = tonumber(redis.call('ZSCORE', pushed_key, group) or 'inf')
   if now - pushed > tonumber(kept) then
-    local asked = redis.call('HGET', KEYS[at], 'key')
-    if asked then redis.call('HDEL', keys_key, asked) end
+    redis.call('HDEL', keys_key, redis.call('HGET', KEYS[at], 'key') or '')
     redis.call('UNLINK', unpack(KEYS, at, at + size))
     redis.call('ZREM', pushed_key, group)
     forgotten = forgotten + 1
