@@ -47,6 +47,7 @@ SHARES = {
     "CALL": 0.1,
     "END": 0.1,
     "FORGET": 0.5,
+    "PUSH of open rollouts": 0.3,
 }
 """Script -> share of its requests that get a wrong one before them."""
 
@@ -67,10 +68,12 @@ class Defects:
 
     def before(self, name: str, command: Command) -> None:
         """`command` runs the script `name` next."""
-        if self._dice.random() >= SHARES.get(name, 0.0) or self._server.is_full or self._server.refusal:
-            return
         count = int(command[2])
         keys, args = list(command[3 : 3 + count]), list(command[3 + count :])
+        is_opened = name == "PUSH" and args[11] != b"0"
+        share = SHARES.get("PUSH of open rollouts" if is_opened else name, 0.0)
+        if self._dice.random() >= share or self._server.is_full or self._server.refusal:
+            return
         wrong = list(getattr(self, f"_{name.lower()}")(args))
         if not wrong:
             return

@@ -86,7 +86,7 @@ class Opened:
             return
         if name == "PUSH":
             if args[11] != b"0":
-                self._check_push(args, reply)
+                self._check_push(keys, args, reply)
             return
         if name not in ("BEGIN", "CALL", "END", "FORGET"):
             return
@@ -210,9 +210,13 @@ class Opened:
                 forgotten += 1
         return [b"OK", b"%d" % forgotten]
 
-    def _check_push(self, args: Sequence[bytes], reply: Reply) -> None:
+    def _check_push(self, keys: Sequence[bytes], args: Sequence[bytes], reply: Reply) -> None:
         """A push of open rollouts: of a group that waits, once; and all that its agents have heard is in it."""
         status, group, env = reply[0], args[4].decode(), args[3]
+        if keys[2].decode() != self.keys.open_group(group):  # a wrong request: its group is none
+            if status == b"OK":
+                self.fail("I14", f"open rollouts {group} are pushed with the state of {keys[2].decode()}")
+            return
         whole = self.opened.get(group)
         waits = whole is not None and whole.waits_since >= 0
         if status == b"DUP" and (whole is None or whole.fields.get(b"id") != reply[1]):
