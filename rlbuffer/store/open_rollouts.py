@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -354,8 +355,8 @@ def read_calls(store: Viewer, name: str, numbers: Iterable[int] | None = None) -
     asked, found = list(numbers), list[OpenCall]()
     for start in range(0, len(asked), CALLS_PER_READ):
         page = asked[start : start + CALLS_PER_READ]
-        fields = [f"c:{at}" for at in page]
-        (replies,) = store.piped(lambda pipe, fields=fields: pipe.hmget(key, fields), lenient=True)
+        ask = operator.methodcaller("hmget", key, [f"c:{at}" for at in page])
+        (replies,) = store.piped(ask, lenient=True)
         found += [OpenCall.decoded(data, at) for at, data in zip(page, replies or (), strict=False) if data is not None]
     return found
 
