@@ -36,7 +36,7 @@ import numpy as np
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.stream import Stream, Taken
 from rlbuffer.client.writer import Writer
-from rlbuffer.errors import RlbufferError, UnknownLabel
+from rlbuffer.errors import EnvDone, RlbufferError, UnknownLabel
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import MIN_LOGPROB, Rollout, TokenSequence
@@ -53,6 +53,8 @@ TICKET_SECONDS = 20.0
 RENEW_SECONDS = 4.0
 ASK_SECONDS = 0.05
 """Pause between two asks for a ticket. The rollout loop stands still meanwhile: it asks inside its event loop."""
+MOST_METRICS = 4096
+"""Metrics of the rollout process that wait for TRL's log, as in TRL."""
 QUEUED_SAMPLES = 8
 """Samples that wait for TRL's data loader. The stream has further groups ready behind them."""
 WAIT_SECONDS = 7 * 86_400.0
@@ -160,6 +162,12 @@ def _revived(worker: Any) -> None:
     process = worker._process
     if process is not None and not process.is_alive() and not worker._failed_event.is_set():
         _log.warning("the rollout process %s was killed: another one goes on with its prompts", process.pid)
+        # What it shared may be locked for good: a lock that a killed process held, an event that it waited for.
+        made = worker._mp_ctx
+        worker._stop_event_mp = made.Event()
+        worker._heartbeat_value = made.Value("d", 0.0)
+        worker._model_version_value = made.Value("i", worker._model_version_value.get_obj().value)
+        worker.metrics_queue = made.Queue(maxsize=MOST_METRICS)
         worker._process = None
         worker.start()
 
@@ -436,7 +444,10 @@ class TicketLoop:
         to be scored: with fewer it would stand still for good."""
         hold = -(-self.max_inflight_tasks // self.num_generations) + 2 + SCORED_AT_ONCE
         while not self._stops.is_set():
-            tickets = self._writer.take(self._env, hold=hold, wait=False)
+            try:
+                tickets = self._writer.take(self._env, hold=hold, wait=False)
+            except EnvDone:
+                tickets = []  # the trainer has made its last step, and stops this loop
             if tickets:
                 return tickets[0]
             self._heartbeat_value.value = time.time()  # the trainer takes a silent loop for one that hangs
