@@ -144,8 +144,9 @@ class Stage:
         return self.wait_for(lambda: found if len(found := self._pushed()) >= count else None)
 
     def _pushed(self) -> list[Rollout]:
-        groups = self.buffer.groups("env:agents", limit=1000)
-        return [member.rollout for view in groups for member in self.buffer.group(view.group_id).members]
+        # One that is dropped while they are read is read twice.
+        groups = dict.fromkeys(view.group_id for view in self.buffer.groups("env:agents", limit=1000))
+        return [member.rollout for group in groups for member in self.buffer.group(group).members]
 
     def wait_for(self, what: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + 120

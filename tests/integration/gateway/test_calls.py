@@ -68,6 +68,7 @@ def test_helpers_and_branches_are_sequences_and_what_they_share_is_trained_once(
 
 def test_versions_are_those_of_each_token(stage: Stage) -> None:
     agent = stage.agent()
+    stage.buffer.policy.announce(1, location="", size=0, checksum="")
     stage.engine.delay = 0.3
     threading.Timer(0.1, setattr, (stage.engine, "version", "1")).start()
     agent.ask("say hello")
