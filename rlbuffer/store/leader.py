@@ -402,7 +402,7 @@ class LeaderStore(TicketStore):
             return 0
         counts = self.paged(groups, lambda pipe, group: pipe.hget(keys.open_group(group), "size"))
         sizes = [number(count) or 0 for count in counts]
-        where, args = [keys.lease, keys.open_pushed, keys.open_keys], [self.token, OPEN_KEPT_MS]
+        where, args = [keys.lease, keys.open_pushed, keys.open_keys], list[Any]([self.token, OPEN_KEPT_MS])
         for group, size in zip(groups, sizes, strict=True):
             where += [keys.open_group(group), *map(keys.open_rollout, names_of(group, size))]
             args += [group, size]
