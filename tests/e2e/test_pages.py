@@ -66,7 +66,8 @@ class Reader:
                 staying.append(self.begins(block))
             elif block.in_terminal:
                 _, *words = shlex.split(block.text)
-                drawn = typed(words, self.home.path, until=b"", keys=b"", columns=COLUMNS, **self.home.environment)
+                place, long = self.home.path, 5 * SECONDS
+                drawn = typed(words, place, until=b"", keys=b"", columns=COLUMNS, seconds=long, **self.home.environment)
                 printed = ANSI.sub(b"", drawn.rpartition(END_OF_SCREEN)[2]).decode().splitlines()
                 assert prints(printed, block.output), _difference(block, printed)
             else:

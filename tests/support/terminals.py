@@ -29,12 +29,13 @@ def typed(
     code: int = 0,
     program: Sequence[str] = (sys.executable,),
     first: tuple[bytes, Callable[[], object]] | None = None,
+    seconds: float = TERMINAL_SECONDS,
     **variables: str,
 ) -> bytes:
     """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn.
 
     It must end with the exit code `code`. `program`: Python, or its stand-in where nothing is typed; `first`: what is
-    done before, once something else is on the screen.
+    done before, once something else is on the screen; `seconds`: what is drawn later is not read.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -51,7 +52,7 @@ def typed(
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # ctrl-C is a signal on its own terminal alone
     )
     os.close(theirs)
-    drawn, is_typed, deadline = b"", False, time.monotonic() + TERMINAL_SECONDS
+    drawn, is_typed, deadline = b"", False, time.monotonic() + seconds
     try:
         while time.monotonic() < deadline:
             if select.select([ours], [], [], 0.1)[0]:
