@@ -11,6 +11,7 @@ from store_call_rows import ROWS, calls_of
 from store_runs import Run
 
 from rlbuffer.config.settings import ServerSettings
+from rlbuffer.errors import EpochChanged
 from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.operator import OperatorStore
@@ -67,5 +68,18 @@ def test_the_user_of_a_role_may_make_its_calls(
         store.token = run.token
     ROWS[call].call(store, run)
     assert {entry["object"] for entry in run.client.acl_log()} <= TRIED
+    store.close()
+    run.close()
+
+
+@pytest.mark.server
+def test_a_trainer_with_weights_of_a_lost_server_may_begin_a_new_line(server: OwnServer, tmp_path: Path) -> None:
+    run = Run(server.url.replace("//", "//root:root@"), tmp_path)
+    ROWS["report"].prepare(run)
+    address = server.url.replace("//", "//trainer:CHANGE-trainer@")
+    store = open_store(TrainerStore, address, run=run.store.run, home=tmp_path, server=ServerSettings())
+    attempt = run.store.trainer().number
+    with pytest.raises(EpochChanged):
+        store.report(attempt, epoch=run.meta.epoch, trained=2, digest="", oldest_kept=1, newest=99)
     store.close()
     run.close()
