@@ -118,14 +118,18 @@ def test_whether_entropy_fell_before_reward_did(
     async def tour(person: Person) -> None:
         await person.sees("a.0")
         await person.press("t")
-        shown = await person.sees("reward  0.1 at step 5, 0.1 to 0.9", "entropy  0.2 at step 5, 0.2 to 2.1")
-        axes = [line.split() for line in shown.splitlines() if "step 1" in line and "step 5" not in line]
+        shown = await person.sees("reward  0.100 at step 5, 0.100 to 0.900", "entropy  0.200 at step 5, 0.200 to 2.100")
+        axes = [
+            line.split()
+            for line in shown.splitlines()
+            if "step 1" in line and "step 5" not in line and "reward" not in line
+        ]
         assert axes == [["step", "1", "5"] * 2]  # one axis of steps, and one of values for each
 
     browse(buffer, tour, size=(140, 30))
     words = ["inspect", "steps", "--redis", run.url, "--run", run.store.run, "--home", str(buffer.settings.home)]
     assert main(words) == 0
-    assert "entropy  0.2 at step 5, 0.2 to 2.1" in capsys.readouterr().out
+    assert "entropy  0.200 at step 5" in capsys.readouterr().out
 
 
 def test_a_failure_has_its_traceback(run: Run, buffer: rlbuffer.Buffer) -> None:

@@ -43,9 +43,9 @@ async def tour(person: Person) -> None:
     await person.press("escape", "enter")
     await person.sees("group b.0", "b.0/1")
     await person.press("c", "j", "c")
-    await person.sees("b.0/0 and b.0/1")
+    await person.sees("b.0/1 and b.0/0")
     await person.press("escape", "enter")
-    await person.sees("rollout b.0/1")
+    await person.sees("rollout b.0/0")
     await person.press("2", "3", "4", "5", "6", "7", "8", "1", "p", "n", "G", "g", "tab", "o")
     await person.sees(": raw")
 

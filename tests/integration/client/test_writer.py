@@ -97,6 +97,7 @@ class ForgetfulStore:
     def __init__(self, store: Any) -> None:
         self._store = store
         self.loses_reply = False
+        self.step_heard = 0
 
     def meta(self) -> Any:
         return self._store.meta()

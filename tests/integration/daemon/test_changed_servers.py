@@ -78,4 +78,6 @@ def test_what_is_so_from_the_start_was_chosen(server: OwnServer) -> None:
 
 def test_every_check_of_the_server_is_made_again_or_watched_by_the_leader_itself() -> None:
     once = {check.name for check in CHECKS if check.level == "server" and not check.lasts}
-    assert once == {"server-memory", "run"}, "the leader's own: MemoryWatch, and what it leads"
+    assert once == {"server-memory", "run", "server-settings"}, (
+        "MemoryWatch, what it leads, and what a start alone sets"
+    )

@@ -103,7 +103,7 @@ def test_a_password_file_that_holds_none_is_named(tmp_path: Path) -> None:
     missing, empty = tmp_path / "missing", tmp_path / "empty"
     empty.write_text("\n")
     for file, reason in (
-        (missing, f"cannot read the password file {missing}: No such file or directory"),
+        (missing, f"redis_password_file: cannot read the password file {missing}: No such file or directory"),
         (empty, f"the password file {empty} is empty"),
     ):
         with pytest.raises(ConfigError) as caught:
