@@ -298,7 +298,8 @@ class SampleStream:
         last = max((place.place, place.index) for place in places)
         for place in places:
             self.groups[place.place].trained.add(place.index)
-        unused, part, whole = [], 0, last[0]
+        unused: list[str] = []
+        part, whole = 0, last[0]
         for number in sorted(number for number in [*self.groups] if number <= last[0]):
             group = self.groups[number]
             is_whole = number < last[0] or last[1] == len(group.samples) - 1
@@ -354,7 +355,7 @@ def _callback(
     transformers = importlib.import_module("transformers")
     exportable = importlib.import_module("transformers.trainer_callback").ExportableState
 
-    class RlbufferStream(transformers.TrainerCallback, exportable):  # type: ignore[misc, name-defined]
+    class RlbufferStream(transformers.TrainerCallback, exportable):  # type: ignore[misc, name-defined, valid-type]
         """Acknowledges, announces, and keeps the stream's place in TRL's checkpoints."""
 
         def __init__(self) -> None:
@@ -501,7 +502,7 @@ def extended_loop(
     runs it."""
     asyncio = importlib.import_module("asyncio")
 
-    class Loop(base, TicketLoop):  # type: ignore[misc, valid-type]
+    class Loop(base, TicketLoop):  # type: ignore[misc]
         def _repeat_iterator(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
             return self.repeat()
 

@@ -15,6 +15,7 @@ from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout, TokenSequence
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.open_rollouts import End, OpenCall
 from rlbuffer.traces.attempt import Stretch
 from rlbuffer.traces.calls import Call, paths_of, sequences_of
@@ -34,12 +35,18 @@ def rollout_of(calls: Sequence[OpenCall], end: End, *, rollout_id: str, version:
     Raises:
         InvalidRollout: no rollout can be made of them.
     """
-    given = {"rollout_id": rollout_id, "reward": end.reward, "rewards": end.rewards}
     failure = end.failure
     if not calls:
         failure = failure or Failure("empty", "the agent asked nothing")
         turns = [{"role": "user", "tokens": [0]}]
-        return Rollout.from_turns(turns, policy_version=version, failure=failure, **{**given, "reward": None})
+        return Rollout.from_turns(
+            turns,
+            policy_version=version,
+            failure=failure,
+            rollout_id=rollout_id,
+            reward=None,
+            rewards=end.rewards,
+        )
     places = {call.number: place for place, call in enumerate(calls)}
     parents = [places[call.after] if call.after else None for call in calls]
     paths = paths_of(parents)
@@ -56,7 +63,9 @@ def rollout_of(calls: Sequence[OpenCall], end: End, *, rollout_id: str, version:
         finish_reason=calls[-1].finish_reason,
         failure=failure,
         metadata={**dict(end.details), "calls": [str(call.details.get("id", "")) for call in calls]},
-        **{**given, "reward": None if failure else end.reward},
+        rollout_id=rollout_id,
+        reward=None if failure else end.reward,
+        rewards=end.rewards,
     )
 
 
@@ -103,12 +112,11 @@ def checked_about(group_id: str, env: str, about: Mapping[str, Any]) -> Mapping[
 
 def checked_end(end: End) -> End:
     """An end, with which a rollout can be made. Raises InvalidRollout."""
-    tokens = {"tokens": [0, 0], "loss_mask": [False, True], "logprobs": [0.0, -1.0]}
     Rollout(
-        tokens=np.array(tokens["tokens"], np.int32),
-        loss_mask=tokens["loss_mask"],
-        logprobs=tokens["logprobs"],
-        version_spans=((0, 0, 2),),
+        tokens=np.array([0, 0], np.int32),
+        loss_mask=np.array([False, True]),
+        logprobs=np.array([0.0, -1.0], np.float32),
+        version_spans=(VersionSpan(0, 0, 2),),
         reward=end.reward,
         rewards=end.rewards,
         failure=end.failure,

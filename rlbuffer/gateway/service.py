@@ -273,7 +273,7 @@ class Gateway:
             return begun
 
         while True:
-            begun = await _on_server(work)
+            begun: Begun | None = await _on_server(work)
             if begun is not None:
                 return begun
             if time.monotonic() >= deadline:

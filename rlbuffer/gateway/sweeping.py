@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import InvalidRollout, OpenRolloutUnknown, RlbufferError
@@ -121,7 +122,7 @@ class Sweeper:
             if now < at or (is_fresh and group.group_id not in self._own):
                 continue
             try:
-                pushed = await in_thread(lambda group=group: self._push(group))
+                pushed = await in_thread(partial(self._push, group))
             except Exception as error:
                 told = str(error) if isinstance(error, RlbufferError) else type(error).__name__
                 if group.group_id not in self._later:
@@ -163,13 +164,19 @@ class Sweeper:
             return _failed(one, Failure("damaged", f"{type(error).__name__}: {error}"), version)
 
     def _group(self, waiting: WaitingGroup, rollouts: list[Rollout]) -> Group:
-        needs = self._settings.needs_of(waiting.env)
-        created = waiting.begun_ms / 1000
-        given = {"needs": needs, "created": created, "worker": self._worker}
+        made = partial(
+            group_of,
+            waiting.group_id,
+            waiting.env,
+            rollouts=rollouts,
+            needs=self._settings.needs_of(waiting.env),
+            created=waiting.begun_ms / 1000,
+            worker=self._worker,
+        )
         try:
-            return group_of(waiting.group_id, waiting.env, waiting.about, rollouts, **given)
+            return made(waiting.about)
         except InvalidRollout:  # what was said at its opening is damaged
-            return group_of(waiting.group_id, waiting.env, {}, rollouts, **given)
+            return made({})
 
 
 def _failed(one: OpenRollout, failure: Failure, version: int) -> Rollout:

@@ -38,6 +38,10 @@ _RANDOM = random.Random()
 _log = logging.getLogger(__name__)
 
 
+NOT_ASKED = "it was not asked yet"
+"""Why an engine is left out at first."""
+
+
 @dataclass(slots=True, eq=False)
 class _Place:
     """One engine's address, and how it is doing."""
@@ -47,7 +51,7 @@ class _Place:
     """None: it was not reached yet."""
     template: Template | None = None
     """What the self-check found; None: it was not made yet."""
-    trouble: str = "it was not asked yet"
+    trouble: str = NOT_ASKED
     """Why it is left out; "" when it is not."""
     ask_at: float = 0.0
     """Monotonic: not asked before."""
@@ -151,7 +155,7 @@ class Fleet:
         asked = error.seconds if isinstance(error, SamplerBusy) else 0.0
         pause = min(max(place.pause, asked), LONGEST_PAUSE_SECONDS) * _RANDOM.uniform(0.7, 1.0)
         place.ask_at, place.pause = time.monotonic() + pause, min(2 * place.pause, LONGEST_PAUSE_SECONDS)
-        if not place.trouble or place.trouble == _Place.trouble:
+        if not place.trouble or place.trouble == NOT_ASKED:
             _log.warning("an engine cannot be used, and calls wait for it: %s", str(error).partition(": ")[0])
         place.trouble = str(error)
 

@@ -191,7 +191,7 @@ def _end(found: Any) -> End:
         return End(failure=wrong)
     if reward is None and len(rewards) == 1:
         reward = next(iter(rewards.values()))
-    if not _is_number(reward):
+    if reward is None or not _is_number(reward):
         return End(failure=wrong)
     return End(reward=float(reward), rewards={str(name)[:64]: float(value) for name, value in rewards.items()})
 
