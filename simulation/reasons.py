@@ -164,6 +164,9 @@ class Reasons:
         if config.is_stream:
             taken, _, digest = trainer.get(b"hand", b"").partition(b" ")
             trained = max(trained, min(step, int(taken))) if digest else trained
+        hand, _, digest = trainer.get(b"hand", b"").partition(b" ")
+        if digest and trained < int(hand) <= step:  # a new leader waits for a step taken before the server was away
+            kinds.append(Wait.TRAINER_BUSY)
         if step > trained + config.lookahead:
             return [*kinds, Wait.NOT_TAKEN if config.is_stream else Wait.TRAINER_BUSY]
         versions = [int(record.split(b" ", 2)[1]) for record in self._hash("policy").values()]

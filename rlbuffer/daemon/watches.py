@@ -184,7 +184,8 @@ class TrainerWord(Watch):
         if trainer.number == 0:
             self.why = Waiting(kind=Wait.NO_TRAINER)
         elif not self._has_heard and not trainer.is_finished:  # one that has made its last step says nothing more
-            self.why = self.silence(look) or in_hand(look) or Waiting(kind=Wait.TAKEOVER, step=step)
+            taken_over = Waiting(kind=Wait.TAKEOVER, step=step)
+            self.why = self.silence(look) or in_hand(look) or self._at_work(look) or taken_over
         elif not trainer.policies:
             self.why = Waiting(kind=Wait.VERSION, step=step + 1, is_stream=is_stream(look.meta))
 
@@ -222,6 +223,15 @@ class TrainerWord(Watch):
             return None
         seconds = (trainer.seen_seconds_ago or 0.0) // 10 * 10 if trainer.seen_ms else 0.0
         return Waiting(kind=Wait.TRAINER_GONE, step=look.meta.step, trained=trainer.trained, seconds=seconds)
+
+    def _at_work(self, look: Look) -> Waiting | None:
+        """The reason of a trainer that speaks, and still trains a step that it took before the server was away."""
+        trainer, step = look.trainer, look.meta.step
+        has_spoken = trainer.seen_ms not in (0, self._word)
+        is_in_hand = bool(trainer.hand.digest) and trainer.trained < trainer.hand.step <= step
+        if not (has_spoken and is_in_hand):
+            return None
+        return Waiting(kind=Wait.TRAINER_BUSY, step=step, trained=trainer.trained, limit=step - trainer.trained)
 
     def _hears(self, trainer: Attempt) -> bool:
         has_spoken = trainer.seen_ms not in (0, self._word) or time.monotonic() - self._began > ATTEMPT_SECONDS

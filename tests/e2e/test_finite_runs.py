@@ -51,6 +51,7 @@ def write_config(home: Home) -> None:
     text = TINY.split("[worker.vcopy]")[0].format(
         run="tiny", world_size=2, steps=10_000, checkpoint_every=2, keep_checkpoints=2, micro_batches=1, dtype="float32"
     )
+    text = text.replace("step_groups = 0\n", "")
     text = text.replace("budgets = { vcopy = 0.7, repeat = 0.3 }", "step_groups = 4\nmin_group_size = 2")
     data = {env: OPTIONS.format(env=env, passes=PASSES) for env in PROMPTS}
     (home.path / "tiny.toml").write_text(text + DATA.format(data=data["long"], data2=data["short"]))
