@@ -9,6 +9,7 @@ A stream's step is one group; its number is the group's place. ::
         batch += samples_of(taken)
         if is_full(batch):
             update(batch)
+            batch, updates = [], updates + 1
             stream.trained(taken.place)   # up to this place; what is left of the next one: part
             stream.version(updates)
 

@@ -126,7 +126,7 @@ class Revisions:
         edits = "; ".join(str(change) for change in changes(theirs, self.config.as_dict()))
         return (
             f"run {self._store.run!r} has other settings ({edits}). Start with those, use another run name, or change "
-            f"the run's: `rlbuffer config apply --config FILE`, or `rlbuffer serve --replace-config` to go on with "
+            f"the run's: `rlbuffer config apply FILE`, or `rlbuffer serve --replace-config` to go on with "
             f"the new ones."
         )
 

@@ -94,10 +94,10 @@ def attach(
     config: str | Path | None = None,
     env: str = ENV,
     on_step: Callable[[int, Sequence[tuple[str, int]]], None] | None = None,
-) -> None:
+) -> Buffer | None:
     """Puts a run's stream in the place of the trainer's queue. Call it between the constructor and ``train()``.
 
-    On every rank; those without the rollout process have nothing to do. `url`, `run` and `config` are those of
+    On every rank; those without the rollout process have nothing to do, and get None. Returns the opened run. `url`, `run` and `config` are those of
     :func:`rlbuffer.connect`. `on_step` hears of each optimizer step: its number, and (rollout id, sample of the
     rollout) of what it has trained.
 
@@ -108,7 +108,7 @@ def attach(
     check(trainer)
     worker = trainer.rollout_worker
     if worker is None:
-        return
+        return None
     opened = functools.partial(_opened, url, run, config)
     buffer = opened()
     worker._loop_cls = functools.partial(extended_loop, worker._loop_cls, opened, env)
@@ -116,6 +116,7 @@ def attach(
     trained = MicroBatches()
     trainer.rollout_queue, trainer._trained_groups = stream, trained
     trainer.add_callback(_callback(trainer, stream, trained, on_step))
+    return buffer
 
 
 def check(trainer: Any) -> None:
