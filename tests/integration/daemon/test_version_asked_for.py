@@ -10,6 +10,7 @@ from typing import Any
 import rlbuffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
+from rlbuffer.errors import RunEnded
 from rlbuffer.testing import VOCABULARY, make_group
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.model import TINY_QWEN3
@@ -45,7 +46,11 @@ class Together:
             version = buffer.policy.version
             if version < 0:
                 continue
-            for ticket in writer.take("a", 1, timeout_seconds=0.0):
+            try:
+                tickets = writer.take("a", 1, timeout_seconds=0.0)
+            except RunEnded:
+                return
+            for ticket in tickets:
                 number += 1
                 sizes = {"size": 2, "rewards": [0.0, 1.0], "lengths": [8, 8]}
                 writer.push(make_group(seed=number, group_id=ticket.group_id, version=version, **sizes))
