@@ -97,9 +97,9 @@ def attach(
 ) -> Buffer | None:
     """Puts a run's stream in the place of the trainer's queue. Call it between the constructor and ``train()``.
 
-    On every rank; those without the rollout process have nothing to do, and get None. Returns the opened run. `url`, `run` and `config` are those of
-    :func:`rlbuffer.connect`. `on_step` hears of each optimizer step: its number, and (rollout id, sample of the
-    rollout) of what it has trained.
+    On every rank; those without the rollout process have nothing to do, and get None. Returns the opened run. `url`,
+    `run` and `config` are those of :func:`rlbuffer.connect`. `on_step` hears of each optimizer step: its number, and
+    (rollout id, sample of the rollout) of what it has trained.
 
     Raises:
         RlbufferError: TRL is of a version that the door does not know, or lacks a name that it needs; the trainer has a
