@@ -22,6 +22,8 @@ class Pulse(Heartbeats):
         self.answering: Answering | None = None
         self.sweeper: Sweeper | None = None
         self.fleet: Fleet | None = None
+        self.other_ends = 0
+        """Ends that were refused, since the rollout had another one."""
         self._store, self._name = store, name
 
     def pushed(self, group: Group) -> None:
@@ -32,7 +34,7 @@ class Pulse(Heartbeats):
 
     def record(self) -> dict[str, Any]:
         """The content of a heartbeat; msgpack types."""
-        found: dict[str, Any] = {"listens": self.listens}
+        found: dict[str, Any] = {"listens": self.listens, "other_ends": self.other_ends}
         if self.answering is not None:
             tally = self.answering.tally
             found |= {

@@ -2,11 +2,12 @@
 
     POST /v1/open_rollouts {"env", "size", "key"}                    takes a ticket -> a base URL for each rollout
     POST /r/CAPABILITY/v1/chat/completions | messages | responses    what the agent's own client sends
-    POST /r/CAPABILITY/end {"reward" | "rewards" | "failure"}        the rollout has ended
+    POST /r/END_KEY/end {"reward" | "rewards" | "failure"}           the rollout has ended
     GET  /health, /v1/models
 
 The capability may stand in the path, or be the agent's key (``Authorization: Bearer``, ``x-api-key``) at the same paths
-without ``/r/CAPABILITY``. Beginning and ending need RLBUFFER_GATEWAY_TOKEN where it is set.
+without ``/r/CAPABILITY``. It is no right to end: an agent would reward itself. Beginning and ending need
+RLBUFFER_GATEWAY_TOKEN where it is set. A body must say that it is JSON, as no page of the web can without being asked.
 
 Nothing of a request reaches a log: not its text, not its capability. What nobody foresaw is said by its type and place.
 """
@@ -50,7 +51,7 @@ from rlbuffer.gateway.pulse import Pulse
 from rlbuffer.gateway.request import AgentRequest, Refused, mapping, required, text
 from rlbuffer.gateway.rollouts import checked_about, checked_end
 from rlbuffer.gateway.sweeping import Sweeper
-from rlbuffer.gateway.tokens import is_authorized, token_for
+from rlbuffer.gateway.tokens import TOKEN_FILE, is_authorized, token_for
 from rlbuffer.process.logs import fields
 from rlbuffer.process.threads import in_thread
 from rlbuffer.process.web_servers import listen
@@ -58,7 +59,7 @@ from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.store.gateway import GRACE_SECONDS, MOST_ROLLOUTS, GatewayStore
-from rlbuffer.store.open_rollouts import Begun, End
+from rlbuffer.store.open_rollouts import Begun, End, capability_of, name_of
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -73,6 +74,7 @@ TICKET_POLL_SECONDS = 0.25
 DRAIN_SECONDS = 15.0
 """Time that calls under way have when the gateway stops."""
 STOP_POLL_SECONDS = 0.2
+JSON = "application/json"
 DIALECTS: Mapping[str, Dialect] = {"chat/completions": CHAT, "messages": MESSAGES, "responses": RESPONSES}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
@@ -239,10 +241,10 @@ class Gateway:
                         "name": name,
                         "base_url": f"{self.url}/r/{capability}/v1",
                         "anthropic_base_url": f"{self.url}/r/{capability}",
-                        "end_url": f"{self.url}/r/{capability}/end",
+                        "end_url": f"{self.url}/r/{end_key}/end",
                         "api_key": capability,
                     }
-                    for name, capability in zip(begun.names, begun.capabilities, strict=True)
+                    for name, capability, end_key in zip(begun.names, begun.capabilities, begun.end_keys, strict=True)
                 ],
             }
         )
@@ -288,17 +290,36 @@ class Gateway:
 
     async def _end(self, request: web.Request) -> web.Response:
         self._authorize(request)
-        capability = self._capability(request)
+        end_key = self._capability(request)
         end = _end_of(await _body(request))
-        status = await _on_server(lambda: self._store.end(capability, end))
-        group_id = capability.rsplit(".", 2)[0]  # the store has found it
+        try:
+            status = await _on_server(lambda: self._ended(end_key, end))
+        except Refused as refused:
+            if refused.code == "other_end":
+                self.pulse.other_ends += 1
+                _log.warning("open rollout %s got another end than it has: the first one stands", name_of(end_key))
+            raise
+        group_id = end_key.rsplit(".", 2)[0]  # the store has found it
         self.sweeper.ended(group_id)
         return web.json_response({"state": "ended", "is_first": status == "ended"})
+
+    def _ended(self, end_key: str, end: End) -> str:
+        """Ends the rollout of an end key. Raises Refused for a key that may only call."""
+        try:
+            return self._store.end(capability_of(end_key), end)
+        except OpenRolloutUnknown:
+            self._store.look_up(end_key)  # raises it where nobody knows the key
+            raise Refused(
+                "this key may ask and not end: end the rollout at the end_url that beginning it has answered",
+                status=HTTPStatus.FORBIDDEN,
+                code="not_an_end_key",
+            ) from None
 
     def _authorize(self, request: web.Request) -> None:
         if not is_authorized(request.headers.get("Authorization", ""), self._token):
             raise Refused(
-                "beginning and ending rollouts need the gateway's token as bearer token (RLBUFFER_GATEWAY_TOKEN)",
+                "beginning and ending rollouts need the gateway's token as bearer token: RLBUFFER_GATEWAY_TOKEN, else "
+                f"what `rlbuffer run` has written to {TOKEN_FILE} in the run's folder",
                 status=HTTPStatus.UNAUTHORIZED,
                 code="invalid_token",
             )
@@ -385,7 +406,12 @@ class Gateway:
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
-    """The body of a request, a JSON object. Raises Refused."""
+    """The body of a request, a JSON object. Raises Refused.
+
+    A page of the web may have its reader's browser send any other type to an address of this machine.
+    """
+    if request.content_type != JSON:
+        raise Refused(f"the body must be JSON, with the header Content-Type: {JSON}", code="invalid_content_type")
     try:
         return mapping(json.loads(await request.read()), "the body")
     except (ValueError, RecursionError) as error:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hmac
 import os
+import secrets
 from pathlib import Path
 
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.errors import ConfigError
+from rlbuffer.process.files import write_whole
 from rlbuffer.process.variables import secret, variable
 from rlbuffer.process.web_servers import is_own
 
 TOKEN_VARIABLE = "RLBUFFER_GATEWAY_TOKEN"
 TOKEN_FILE_VARIABLE = "RLBUFFER_GATEWAY_TOKEN_FILE"
+TOKEN_FILE = "gateway.token"
+"""File in a run's folder with the token that `rlbuffer run` has drawn."""
 
 
 def gateway_token() -> str:
@@ -29,6 +33,26 @@ def gateway_token() -> str:
     if not found:
         raise ConfigError(f"the token file {file} ({TOKEN_FILE_VARIABLE}) is empty")
     return found
+
+
+def drawn_token(folder: Path) -> Path | None:
+    """The file in a run's folder with a token for its gateways, drawn at the first call; None where one is set.
+
+    Raises:
+        ConfigError: it cannot be written or read.
+    """
+    if gateway_token():
+        return None
+    file = folder / TOKEN_FILE
+    try:
+        if not file.exists():
+            write_whole(file, secrets.token_urlsafe(32) + "\n", is_private=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {file}, the token of whoever begins rollouts ({error.strerror}): make room there, or set "
+            f"{TOKEN_VARIABLE}"
+        ) from error
+    return file
 
 
 def token_for(listen: str) -> str:

@@ -30,6 +30,7 @@ from rlbuffer.config.models import model_modules
 from rlbuffer.config.placement import environment_of, is_apart, python_of
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings, to_json
 from rlbuffer.errors import ConfigError, ResumeRefused, RlbufferError
+from rlbuffer.gateway.tokens import TOKEN_FILE_VARIABLE, drawn_token
 from rlbuffer.process import forkserver
 from rlbuffer.process.environment import share_cores
 from rlbuffer.process.files import write_whole
@@ -169,8 +170,7 @@ class Supervisor:
         gateway = self.settings.gateway
         for replica in range(gateway.replicas if gateway.engines else 0):
             title = "gateway" if gateway.replicas == 1 else f"gateway-{replica}"
-            start_gateway = partial(self._start_apart, title, "gateway", title)
-            children.append(Child(name=title, start=start_gateway, is_forked=False))
+            children.append(Child(name=title, start=partial(self._start_gateway, title), is_forked=False))
         sections: list[tuple[str, str, WorkerSettings | ScoreSettings]] = []
         sections += [("worker", key, options) for key, options in self.settings.worker.items()]
         sections += [("score", key, options) for key, options in self.settings.score.items()]
@@ -190,6 +190,14 @@ class Supervisor:
         process = self._start_apart("serve", "serve", *["again"] * self._has_served)
         self._has_served = True
         return process
+
+    def _start_gateway(self, title: str) -> subprocess.Popen[str]:
+        """Whoever begins rollouts needs a token, which no agent has: one is drawn where none is set."""
+        file, environment = drawn_token(self.settings.run_dir), None
+        if file is not None:
+            self.log.say("run", f"whoever begins rollouts at the gateway needs the token in {file}")
+            environment = {**os.environ, TOKEN_FILE_VARIABLE: str(file)}
+        return self._start_apart(title, "gateway", title, environment=environment)
 
     def _start_apart(
         self, name: str, *work: str, python: str = sys.executable, environment: Mapping[str, str] | None = None

@@ -32,8 +32,9 @@ from rlbuffer.store.open_rollouts import (
     OpenCall,
     Recorded,
     WaitingGroup,
-    capabilities_of,
+    capability_of,
     digest_of,
+    end_keys_of,
     look_up,
     name_of,
     names_of,
@@ -89,8 +90,8 @@ class GatewayStore(WorkerStore):
     ) -> Begun:
         """BEGIN: `size` open rollouts for a ticket. Safe to repeat: the same key is answered with the same group.
 
-        The capabilities are made of `key`, which is as secret as they are: draw one where the caller gives none.
-        `about` is what every gateway must know of the group. From here on the ticket needs no renewal.
+        End keys, and the capabilities of them, are made of `key`, which is as secret as they are: draw one where the
+        caller gives none. `about` is what every gateway must know of the group. The ticket needs no renewal any more.
 
         Raises:
             TicketGone: the ticket is not out any more: take another.
@@ -108,7 +109,7 @@ class GatewayStore(WorkerStore):
         salt, data = uuid.uuid4().hex, payload.dumps(dict(about))
         if len(data) > MOST_CALL_BYTES:
             raise ValueError(f"about: {len(data)} bytes are above the limit of {MOST_CALL_BYTES}")
-        digests = map(digest_of, capabilities_of(key, salt, group, size))
+        digests = [digest_of(capability_of(end_key)) for end_key in end_keys_of(key, salt, group, size)]
         where = [
             keys.meta,
             keys.open,
@@ -146,7 +147,7 @@ class GatewayStore(WorkerStore):
             group_id=group,
             size=count,
             about={} if about is None else payload.loads(about, limit=MOST_CALL_BYTES),
-            capabilities=capabilities_of(key, text(salt), group, count),
+            end_keys=end_keys_of(key, text(salt), group, count),
             is_new=is_new,
         )
 

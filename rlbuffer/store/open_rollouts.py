@@ -220,8 +220,8 @@ class Begun:
     """Rollouts planned for it."""
     about: Mapping[str, Any]
     """What its gateway keeps of it; empty once it is pushed."""
-    capabilities: tuple[str, ...] = field(repr=False)
-    """Of each rollout. Whoever has one may make calls in it and end it."""
+    end_keys: tuple[str, ...] = field(repr=False)
+    """Of each rollout. Whoever has one may end it, and can make its capability."""
     is_new: bool
     """False: an earlier call with the same key has begun it."""
 
@@ -234,6 +234,11 @@ class Begun:
     def number(self) -> int:
         """Number of its ticket."""
         return ticket_of(self.group_id)[1]
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """Of each rollout. Whoever has one may make calls in it, and cannot make its end key."""
+        return tuple(map(capability_of, self.end_keys))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -298,16 +303,27 @@ def ticket_of(group_id: str) -> tuple[str, int]:
     return env, int(digits)
 
 
-def capabilities_of(key: str, salt: str, group_id: str, size: int) -> tuple[str, ...]:
-    """The capabilities of a group's open rollouts. The server has only their digests and the salt: so who may read the
-    run, but does not have the key that its caller gave, cannot make them."""
+def end_keys_of(key: str, salt: str, group_id: str, size: int) -> tuple[str, ...]:
+    """The end keys of a group's open rollouts. The server has only digests of their capabilities, and the salt: so who
+    may read the run, but does not have the key that its caller gave, can make none of them."""
     secrets = (hmac.digest(key.encode(), f"{salt} {i}".encode(), "sha256") for i in range(size))
-    words = (base64.urlsafe_b64encode(secret).rstrip(b"=").decode() for secret in secrets)
-    return tuple(f"{group_id}.{i}.{word}" for i, word in enumerate(words))
+    return tuple(f"{group_id}.{i}.{_word(secret)}" for i, secret in enumerate(secrets))
+
+
+def capability_of(end_key: str) -> str:
+    """The capability that belongs to an end key. It is made of it one way: an agent, which has the capability alone,
+    cannot end itself. Raises OpenRolloutUnknown."""
+    name_of(end_key)
+    secret = hashlib.sha256(f"call {end_key}".encode()).digest()
+    return f"{end_key.rpartition('.')[0]}.{_word(secret)}"
+
+
+def _word(secret: bytes) -> str:
+    return base64.urlsafe_b64encode(secret).rstrip(b"=").decode()
 
 
 def name_of(capability: str) -> str:
-    """The name of the open rollout that a capability is of. Raises OpenRolloutUnknown, without the capability."""
+    """The name of the open rollout that a capability or an end key is of. Raises OpenRolloutUnknown, without it."""
     match = _CAPABILITY.match(capability)
     if match is None:
         raise OpenRolloutUnknown("what was given is no capability of an open rollout")

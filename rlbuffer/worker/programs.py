@@ -21,8 +21,8 @@ from rlbuffer.config.settings import GatewaySettings, WorkerSettings
 from rlbuffer.errors import (
     ConfigError,
     EnvDone,
-    OpenRolloutEnded,
     OpenRolloutUnknown,
+    OtherEnd,
     RunGone,
     ServerRefused,
     ServerUnreachable,
@@ -164,8 +164,10 @@ class _Programs:
         while True:
             try:
                 await in_thread(lambda: self._store.end(capability, end))
-            except (OpenRolloutEnded, OpenRolloutUnknown):  # it was stale, or abandoned
-                pass
+            except OtherEnd:  # it was stale or abandoned, or somebody else has ended it
+                _log.warning("open rollout %s had ended before its program did: the first end stands", name)
+            except OpenRolloutUnknown:
+                _log.warning("open rollout %s is not on the server any more: its end is passed over", name)
             except (ServerUnreachable, ServerRefused, RunGone) as error:
                 self._pulse.error = str(error)
                 if time.monotonic() < deadline and not isinstance(error, RunGone):

@@ -504,6 +504,50 @@ def test_who_has_no_capability_is_answered_nothing(stage: Stage) -> None:
         assert wrong not in response.text
 
 
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_an_agent_cannot_end_itself_with_what_it_has(redis_url: str, run_name: str, token: str) -> None:
+    stage = Stage(redis_url, run_name, token=token)
+    try:
+        right = {"Authorization": f"Bearer {token}"} if token else {}
+        agent = stage.agent(headers=right)
+        agent.ask("say one")
+        key, url = agent.opened["api_key"], stage.first.url
+        for path, headers in (
+            (f"/r/{key}/end", right),
+            (f"/r/{key}/end", {"Authorization": f"Bearer {key}"}),
+            ("/end", {"x-api-key": key, **right}),
+            ("/end", {"Authorization": f"Bearer {key}"}),
+        ):
+            refused = httpx.post(f"{url}{path}", json={"reward": 1.0}, headers=headers, timeout=60)
+            assert refused.status_code in (401, 403), path
+            assert key not in refused.text
+        agent.ask("say two")
+        assert agent.end(reward=0.25, headers=right).json()["is_first"]
+        (rollout,) = stage.rollouts()
+        assert rollout.reward == 0.25
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("sent", ["text/plain", "application/x-www-form-urlencoded", "text/json", None])
+def test_what_a_page_of_the_web_may_send_unasked_is_refused(stage: Stage, sent: str | None) -> None:
+    agent = stage.agent()
+    bodies = {
+        f"{stage.first.url}/v1/open_rollouts": b'{"env": "agents"}',
+        agent.opened["end_url"]: b'{"reward": 1}',
+        **{
+            f"{agent.opened['base_url']}/{path}": b'{"messages": [{"role": "user", "content": "say x"}], "input": "x"}'
+            for path in ("chat/completions", "messages", "responses", "messages/count_tokens")
+        },
+    }
+    for url, body in bodies.items():
+        refused = httpx.post(url, content=body, headers={"Content-Type": sent} if sent else {}, timeout=60)
+        assert refused.status_code == 400, url
+        assert "application/json" in refused.json()["error"]["message"]
+    sent_well = {"Content-Type": "application/json; charset=utf-8"}
+    assert httpx.post(agent.opened["end_url"], content=b'{"reward": 1}', headers=sent_well).status_code == 200
+
+
 def test_beginning_and_ending_need_the_token_where_there_is_one(redis_url: str, run_name: str) -> None:
     stage = Stage(redis_url, run_name, token="secret")
     try:
@@ -555,7 +599,7 @@ def test_nothing_of_an_agent_reaches_a_log(stage: Stage, caplog: pytest.LogCaptu
 def test_bodies_that_are_no_requests_are_refused_in_the_form_of_their_dialect(stage: Stage, path: str) -> None:
     url = f"{stage.agent().opened['base_url']}/{path}"
     for content in (b"", b"{", b"[]", b"\xff", b'"text"', b"[" * 100_000):
-        refused = httpx.post(url, content=content, timeout=60)
+        refused = httpx.post(url, content=content, headers={"Content-Type": "application/json"}, timeout=60)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"]
         assert ("type" in refused.json()) == (path == "messages")

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from gateway_stage import Agent, Stage, engine_samples, trained_samples
 from own_server import OwnServer, free_port
 
-from rlbuffer.config.settings import GatewaySettings, RunSettings, to_json
+from rlbuffer.config.settings import GatewaySettings, RunSettings
 from rlbuffer.run.supervisor import Supervisor
 
 TURNS = 5
@@ -139,20 +139,23 @@ def at_url(agent: Agent, url: str) -> Agent:
 
 
 def test_a_run_starts_the_gateways_of_its_settings_and_ends_them_with_itself(
-    redis_url: str, run_name: str, tmp_path: Path
+    redis_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = Stage(redis_url, run_name)
+    monkeypatch.delenv("RLBUFFER_GATEWAY_TOKEN", raising=False)
+    monkeypatch.delenv("RLBUFFER_GATEWAY_TOKEN_FILE", raising=False)
+    stage, stack = Stage(redis_url, run_name), ExitStack()
     try:
         gateway = GatewaySettings(engines=(stage.engine.url,), listen=f"127.0.0.1:{free_port()}", replicas=2)
         settings = RunSettings(run=run_name, redis_url=redis_url, gateway=gateway, home=tmp_path)
-        children = Supervisor(settings, say=lambda *_: None)._children()
-        names = [child.name for child in children if child.name.startswith("gateway")]
+        supervisor = Supervisor(settings, say=lambda *_: None)
+        stack.callback(supervisor.log.close)
+        supervisor.log.open()
+        children = [child for child in supervisor._children() if child.name.startswith("gateway")]
+        names = [child.name for child in children]
         assert names == ["gateway-0", "gateway-1"]
-        command = [sys.executable, "-m", "rlbuffer.run.members", "gateway", names[0]]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        process = children[0].start()
+        assert isinstance(process, subprocess.Popen)
         assert process.stdin is not None
-        process.stdin.write(to_json(settings).encode() + b"\n")
-        process.stdin.flush()
 
         def answers() -> bool:
             with suppress(httpx.HTTPError):
@@ -161,7 +164,14 @@ def test_a_run_starts_the_gateways_of_its_settings_and_ends_them_with_itself(
 
         stage.wait_for(answers)
         assert stage.buffer.store.heartbeats("gateway")[names[0]]["models"] == ["tiny"]
+        file = settings.run_dir / "gateway.token"
+        assert file.stat().st_mode & 0o077 == 0
+        for token, status in (("", 401), ("other", 401), (file.read_text().strip(), 200)):
+            right = {"Authorization": f"Bearer {token}"} if token else {}
+            url, body = f"http://{gateway.listen}/v1/open_rollouts", {"env": "agents", "wait": 30}
+            assert httpx.post(url, json=body, headers=right, timeout=60).status_code == status
         process.stdin.close()  # as when its supervisor is gone
         process.wait(120)
     finally:
+        stack.close()
         stage.close()
