@@ -28,7 +28,7 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.loading import Loaded, meant_run
 from rlbuffer.config.memory_needs import FULL_SHARE, memory_bytes, mib
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import ConfigError, RlbufferError, RunGone, ServerUnsuitable
+from rlbuffer.errors import ConfigError, RlbufferError, RunGone, ServerUnreachable, ServerUnsuitable
 from rlbuffer.state.text import duration, plural, printable
 from rlbuffer.store.history import Committed
 from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
@@ -58,6 +58,8 @@ RAISE = (
 
 STEADY = frozenset({"persistence"})
 """Checks whose words hold no number that moves."""
+LOOK_SECONDS = 5.0
+"""A run that goes on looks again later: it does not stand still for a server that loads."""
 
 
 class _Unchecked(Connection):
@@ -81,6 +83,9 @@ def look(c: Context) -> Iterator[Finding]:
         running = None if url else embedded.find(c.settings.home_dir)
     except ConfigError as error:
         yield replace(refused(error), check="server")
+        return
+    except ServerUnreachable as error:
+        yield replace(failure(str(error), fix="Wait, or look into its log"), check="server")
         return
     try:
         if not url and running is None:
@@ -118,7 +123,7 @@ class WhileItLasts:
             RlbufferError: the server does not answer: whoever needs it meets that, too.
         """
         settings = self._context.settings
-        url = settings.redis_url or embedded.find(settings.home_dir)
+        url = settings.redis_url or embedded.find(settings.home_dir, timeout_seconds=LOOK_SECONDS)
         if not url or is_memory(url):
             return []
         with _connected(self._context, url) as connection:

@@ -227,13 +227,22 @@ def _socket_of(directory: Path) -> Path:
     return Path(read_record(directory).get("socket") or socket_path(directory))
 
 
-def find(home: Path) -> str | None:
-    """The address of the home's server while it is at work, for who does not become one of its users. Changes
-    nothing."""
+def find(home: Path, *, timeout_seconds: float = 60.0) -> str | None:
+    """The address of the home's server once it answers, for who does not become one of its users; None where none is at
+    work. Changes nothing.
+
+    Raises:
+        ServerUnreachable: one is at work, and does not answer in time.
+        ConfigError: a home that cannot be used.
+    """
     directory = home.absolute() / "server"
     with _usable(directory):
-        is_there = read_record(directory) and _is_alive(directory)
-        return socket_address(_socket_of(directory)) if is_there else None
+        if not read_record(directory) or not _is_alive(directory):
+            return None
+        # Whoever has just started it may have written its record before it opens its socket.
+        socket = _socket_of(directory)
+        pid = _await_ready(directory, socket, time.monotonic() + timeout_seconds)
+        return None if pid is None else socket_address(socket)
 
 
 def _is_alive(directory: Path) -> bool:

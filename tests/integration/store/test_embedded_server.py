@@ -25,6 +25,7 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.process.file_locks import exclusive, is_held
 from rlbuffer.store.server import embedded, embedded_reaper
+from rlbuffer.store.server.binary import ServerBinary
 from rlbuffer.store.server.embedded import ensure
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("server_binary")]
@@ -198,6 +199,22 @@ def test_the_server_outlives_a_crashed_user_and_is_found_again(home: Path) -> No
     found = ensure(home, SETTINGS)
     assert found.pid == pid
     assert found.release() is True, "the crashed user is no user any more"
+
+
+def test_who_looks_while_a_server_starts_is_given_one_that_answers(
+    home: Path, server_binary: ServerBinary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = home / "slow-server"
+    slow.write_text(f'#!/bin/sh\n[ "$1" = --version ] || sleep 1\nexec {server_binary.path} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("RLBUFFER_SERVER_BIN", str(slow))
+    user = User(home)
+    user.begin()
+    while (found := embedded.find(home)) is None:
+        time.sleep(0.01)
+    with client(found) as asker:
+        assert asker.ping()
+    user.leave()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
