@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import faulthandler
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from types import FrameType
+from tempfile import TemporaryFile
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,13 +17,16 @@ T = TypeVar("T")
 Place = tuple[str, int, str]
 """File, line, function."""
 
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+"""A line of faulthandler's."""
+
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Does `work` in a daemon thread of its own, and gives or raises what it does.
 
     ``asyncio.to_thread`` takes a thread of a pool that is joined before the process can end: one call that never
-    returns would hold it for ever. Here nobody waits for a thread that is not awaited any more; where it was then goes
-    along with the cancellation (`places`).
+    returns would hold it for ever. Here nobody waits for a thread that is not awaited any more; it goes along with the
+    cancellation (`thread`), for whoever asks where it is.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[list[T], BaseException | None]] = loop.create_future()
@@ -46,7 +50,7 @@ async def in_thread(work: Callable[[], T]) -> T:
     try:
         done, raised = await outcome
     except asyncio.CancelledError as cancelled:
-        cancelled.places = places_of_thread(thread.ident)  # type: ignore[attr-defined]
+        cancelled.thread = thread  # type: ignore[attr-defined]
         raise
     if raised is not None:
         raise raised
@@ -70,10 +74,16 @@ def begun(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def places_of_thread(ident: int | None) -> list[Place]:
-    """The places where a thread is at this moment, the innermost one last."""
-    places = []
-    frame: FrameType | None = sys._current_frames().get(ident or 0)
-    while frame is not None:
-        places.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        frame = frame.f_back
-    return places[::-1]
+    """The places where a thread is at this moment, the innermost one last; none of one that has ended.
+
+    `faulthandler` looks while nothing else runs. Following ``f_back`` from Python while the thread goes on has crashed
+    the interpreter (CPython 3.11.7).
+    """
+    if ident is None:
+        return []
+    with TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        threads = file.read().decode(errors="replace").split("\n\n")
+    stack = next((thread for thread in threads if f"hread 0x{ident:016x} " in thread), "")
+    return [(name, int(line), function) for name, line, function in reversed(_FRAME.findall(stack))]

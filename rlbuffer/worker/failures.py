@@ -49,7 +49,8 @@ def place_of(error: BaseException, env: object, function: str) -> str:
     cause: BaseException | None = error
     while cause is not None and cause not in seen:  # `raise error from error` makes an error its own cause
         places += [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(cause.__traceback__)]
-        places += getattr(cause, "places", ())
+        thread = getattr(cause, "thread", None)
+        places += places_of_thread(thread.ident) if thread is not None and thread.is_alive() else []
         seen.append(cause)
         cause = cause.__cause__
     return _shown(_chosen(places) or (None if isinstance(error, TimeoutError) else _beginning(env, function)))
