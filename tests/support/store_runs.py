@@ -171,7 +171,8 @@ class Run:
         if kind == "hash":
             return self.client.hgetall(key)
         if kind == "zset":
-            return self.client.zrange(key, 0, -1, withscores=True)
+            # By member: the scores say the order, and those that are clocks differ from run to run.
+            return sorted(self.client.zrange(key, 0, -1, withscores=True))
         if kind == "stream":
             return self.client.xrange(key)
         return self.client.get(key)
