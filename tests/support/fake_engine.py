@@ -198,10 +198,13 @@ class FakeEngine:
     async def _derender(self, request: web.Request) -> web.Response:
         body = await request.json()
         choice = body["generate_response"]["choices"][0]
-        return web.json_response({"choices": [{"message": self.parsed(choice["token_ids"])}]})
+        return web.json_response({"choices": [{"message": self.parsed(choice["token_ids"], shows_end=True)}]})
 
-    def parsed(self, tokens: Sequence[int]) -> dict[str, Any]:
-        text = decoded(tokens).replace(self.family.end({}), "")
+    def parsed(self, tokens: Sequence[int], *, shows_end: bool = False) -> dict[str, Any]:
+        """Its parsers show an end as text where they are given one, as vLLM 0.32 does."""
+        text = decoded(tokens)
+        if not shows_end:
+            text = text.replace(self.family.end({}), "")
         message: dict[str, Any] = {"role": "assistant", "content": None}
         if thought := THOUGHT.match(text):
             message["reasoning"], text = thought[1], text[thought.end() :]

@@ -96,27 +96,41 @@ class VllmEngine:
         try:
             (choice,) = told["choices"]
             completion = self.endpoint.completion(choice, sampling)
-            message = choice.get("message") if self._derenders else await self._parsed(request, told, prompt)
             stop = choice.get("stop_reason")
             by_text = isinstance(stop, str) or (bool(request.stop) and "stop_reason" not in choice)
+            is_ended = completion.finish_reason == "stop" and not by_text
+            if self._derenders:
+                message = choice.get("message")
+            else:
+                message = await self._parsed(request, told, prompt, completion.tokens[: -1 if is_ended else None])
             return Answer(
                 completion=completion,
                 message=message_of(message, self.url),
                 stopped_by=stop if isinstance(stop, str) else "",
-                is_ended=completion.finish_reason == "stop" and not by_text,
+                is_ended=is_ended,
                 request_id=str(told.get("request_id") or ""),
             )
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             why = f"{type(error).__name__}: {error}"
             raise RequestFailed(f"{self.url}{GENERATE} answered with what is no answer ({why})") from error
 
-    async def _parsed(self, request: AgentRequest, told: Any, prompt: NDArray[np.int32]) -> Any:
-        """vLLM 0.32: the tools decide how an answer is parsed, what was said before does not."""
+    async def _parsed(
+        self, request: AgentRequest, told: Mapping[str, Any], prompt: NDArray[np.int32], tokens: NDArray[np.int32]
+    ) -> Any:
+        """vLLM 0.32: the tools decide how an answer is parsed, what was said before does not. With a parser it shows
+        special tokens as text, so `tokens` are without the one that ended the answer."""
+        if not len(tokens):
+            return {"role": "assistant", "content": ""}
+        choice = {**told["choices"][0], "token_ids": tokens.tolist(), "logprobs": None}
         asked = {"model": self.model, "messages": [{"role": "user", "content": "x"}]}
         if request.tools:
             asked["tools"] = [dict(tool) for tool in request.tools]
         tail = prompt[-PARSED_BEHIND:].tolist()
-        body = {"generate_response": told, "prompt_token_ids": tail, "chat_request": {**asked, **request.template}}
+        body = {
+            "generate_response": {**told, "choices": [choice]},
+            "prompt_token_ids": tail,
+            "chat_request": {**asked, **request.template},
+        }
         parsed = await self.endpoint.call("POST", DERENDER, json=body, seconds=RENDER_SECONDS)
         return parsed["choices"][0].get("message")
 

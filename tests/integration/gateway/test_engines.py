@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chat_templates import decoded
 from fake_engine import FakeEngine, logprobs_of
 
 from rlbuffer.errors import ConfigError
@@ -64,6 +65,14 @@ def test_an_answer_has_its_tokens_logprobs_versions_and_message(engine: FakeEngi
     assert answer.completion.version_spans == ((7, 0, len(sample.tokens)),)
     assert [call["function"] for call in answer.message["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
     assert answer.message["reasoning_content"]
+    assert answer.is_ended
+
+
+@pytest.mark.parametrize(("asked", "text"), [("say hello", "hello"), ("empty", "")])
+def test_what_an_answer_says_ends_before_the_token_that_ended_it(engine: FakeEngine, asked: str, text: str) -> None:
+    answer = answered(engine, asking(asked))
+    assert answer.message["content"] == text
+    assert decoded(answer.completion.tokens.tolist()).endswith("<|im_end|>")
     assert answer.is_ended
 
 
