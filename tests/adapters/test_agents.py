@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import uuid
@@ -17,16 +16,13 @@ if os.environ.get("RLBUFFER_ADAPTERS") != "1":
     pytest.importorskip("anthropic")
 import anthropic
 import openai
+from client_agents import KINDS, anthropic_of, openai_of
 from gateway_stage import Agent, Stage, engine_samples, trained_samples
 from own_server import OwnServer
 
 from rlbuffer.gateway import service
 from rlbuffer.store.gateway import GatewayStore
 
-TOOL = {"name": "look_up", "description": "looks up", "parameters": {"type": "object", "properties": {}}}
-CHAT_TOOLS: list[Any] = [{"type": "function", "function": TOOL}]
-ANTHROPIC_TOOLS: list[Any] = [{"name": "look_up", "description": "looks up", "input_schema": TOOL["parameters"]}]
-RESPONSES_TOOLS: list[Any] = [{"type": "function", **TOOL}]
 CALL = 'call look_up {"word": "tree"}'
 
 
@@ -48,84 +44,6 @@ def opened_by(stage: Stage) -> dict[str, Any]:
     return found
 
 
-def openai_of(opened: dict[str, Any], **more: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=opened["base_url"], api_key="none", **{"max_retries": 0, "timeout": 60, **more})
-
-
-def anthropic_of(opened: dict[str, Any], **more: Any) -> anthropic.Anthropic:
-    base = opened["anthropic_base_url"]
-    return anthropic.Anthropic(base_url=base, api_key="none", **{"max_retries": 0, "timeout": 60, **more})
-
-
-def chat_turn(client: openai.OpenAI, messages: list[Any], *, streams: bool) -> str:
-    """One answer and the results of its calls. -> what it says."""
-    if streams:
-        with client.chat.completions.stream(model="gpt", messages=messages, tools=CHAT_TOOLS) as stream:
-            message = stream.get_final_completion().choices[0].message
-    else:
-        completion = client.chat.completions.create(model="gpt", messages=messages, tools=CHAT_TOOLS)
-        message = completion.choices[0].message
-    messages.append(message)
-    for call in message.tool_calls or []:
-        assert json.loads(call.function.arguments) == {"word": "tree"}
-        messages.append({"role": "tool", "tool_call_id": call.id, "content": "a plant"})
-    return message.content or ""
-
-
-def anthropic_turn(client: anthropic.Anthropic, messages: list[Any], *, streams: bool) -> str:
-    for message in messages:  # a mark that moves from turn to turn
-        for block in message["content"] if isinstance(message["content"], list) else ():
-            if isinstance(block, dict):
-                block.pop("cache_control", None)
-    if isinstance(messages[-1]["content"], list):
-        messages[-1]["content"][-1]["cache_control"] = {"type": "ephemeral"}
-    asked: dict[str, Any] = {
-        "model": "claude",
-        "max_tokens": 400,
-        "messages": messages,
-        "tools": ANTHROPIC_TOOLS,
-        "system": [{"type": "text", "text": "Solve it.", "cache_control": {"type": "ephemeral"}}],
-    }
-    if streams:
-        with client.messages.stream(**asked) as stream:
-            message = stream.get_final_message()
-    else:
-        message = client.messages.create(**asked)
-    messages.append({"role": "assistant", "content": message.content})
-    results = [
-        {"type": "tool_result", "tool_use_id": block.id, "content": "a plant"}
-        for block in message.content
-        if block.type == "tool_use"
-    ]
-    if results:
-        assert message.stop_reason == "tool_use"
-        messages.append({"role": "user", "content": results})
-    return "".join(block.text for block in message.content if block.type == "text")
-
-
-def responses_turn(client: openai.OpenAI, items: list[Any], *, streams: bool) -> str:
-    asked: dict[str, Any] = {"model": "gpt", "input": items, "tools": RESPONSES_TOOLS, "instructions": "Solve it."}
-    if streams:
-        with client.responses.stream(**asked) as stream:
-            response = stream.get_final_response()
-    else:
-        response = client.responses.create(**asked)
-    items += [item.model_dump(exclude_none=True) for item in response.output]
-    items += [
-        {"type": "function_call_output", "call_id": item.call_id, "output": "a plant"}
-        for item in response.output
-        if item.type == "function_call"
-    ]
-    return response.output_text
-
-
-KINDS: dict[str, Any] = {
-    "chat": (openai_of, chat_turn),
-    "messages": (anthropic_of, anthropic_turn),
-    "responses": (openai_of, responses_turn),
-}
-
-
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streaming"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_agent_with_tools_is_one_sequence_of_what_the_engine_sampled(stage: Stage, kind: str, streams: bool) -> None:
@@ -133,10 +51,11 @@ def test_an_agent_with_tools_is_one_sequence_of_what_the_engine_sampled(stage: S
     opened = opened_by(stage)
     client, messages = make(opened), list[Any]()
     messages.append({"role": "user", "content": CALL})
-    assert turn(client, messages, streams=streams) == ""
-    said = turn(client, messages, streams=streams)
+    first = turn(client, messages, streams=streams)
+    assert (first.text, first.calls) == ("", [{"word": "tree"}])
+    said = turn(client, messages, streams=streams).text
     messages.append({"role": "user", "content": "say a tree"})
-    assert turn(client, messages, streams=streams) == "a tree" != said
+    assert turn(client, messages, streams=streams).text == "a tree" != said
     client.close()
     assert Agent(stage, opened).end(reward=1.0).status_code == 200
     (rollout,) = stage.rollouts()

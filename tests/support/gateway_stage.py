@@ -89,6 +89,7 @@ class Stage:
         *,
         batcher: Mapping[str, Any] | None = None,
         engine: FakeEngine | None = None,
+        engine_url: str = "",
         **settings: Any,
     ) -> None:
         self._stack = ExitStack()
@@ -100,8 +101,12 @@ class Stage:
         self.reader.start()
         self.buffer.policy.announce(0, location="", size=0, checksum="")
         self._stack.enter_context(leading(self.buffer, self.config))
-        self.engine = (engine or FakeEngine()).start()
-        self._stack.callback(self.engine.stop)
+        self.engine_url = engine_url
+        """Of the engine that is asked; a real one where it is given."""
+        if not engine_url:
+            self.engine = (engine or FakeEngine()).start()
+            self._stack.callback(self.engine.stop)
+            self.engine_url = self.engine.url
         self.settings = settings
         self._served: list[Served] = []
         try:
@@ -112,7 +117,7 @@ class Stage:
 
     def serve(self, **settings: Any) -> Served:
         """One gateway more."""
-        made = Served(self.server, self.run, [self.engine.url], **{**self.settings, **settings})
+        made = Served(self.server, self.run, [self.engine_url], **{**self.settings, **settings})
         self._served.append(made)
         return made
 
