@@ -23,7 +23,17 @@ from rlbuffer_cli.plots import chart, curves_of
 from rlbuffer_cli.run_tables import ENVS, PROCESSES, ProcessRow, env_rows, process_rows
 from rlbuffer_cli.table import Printed
 from rlbuffer_cli.text import time_of
-from rlbuffer_cli.view import SHOWN_PROBLEMS, alerts, bad, evaluations, more_processes, pace_of, progress, states
+from rlbuffer_cli.view import (
+    SHOWN_PROBLEMS,
+    agents,
+    alerts,
+    bad,
+    evaluations,
+    more_processes,
+    pace_of,
+    progress,
+    states,
+)
 
 SECTIONS = (
     ("title",),
@@ -152,7 +162,7 @@ class Dashboard:
             yield Text(self.opening)
 
     def _facts(self, width: int) -> Iterator[RenderableType]:
-        """The run in six numbers, and where its rollouts are: a line each."""
+        """The run in six numbers, where its rollouts are, and what its agents do: a line each."""
         state, known = self.state, dict[str, Any]()
         if state is not None:
             known["policy"] = f"v{state.policy_version}" if state.policy_version >= 0 else None
@@ -173,6 +183,8 @@ class Dashboard:
             yield look.across(facts, width)
         if state is not None:
             yield look.across(list(states(state, is_brief=True).values()), width)
+            if said := agents(state):
+                yield look.across(list(said.values()), width)
 
     def _processes(self, most: int) -> Iterator[RenderableType]:
         """The first `most`: silent ones come first. What the run waits for stands above already, and a supervisor that

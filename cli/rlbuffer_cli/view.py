@@ -19,6 +19,7 @@ from rich.text import Text
 from rlbuffer.client.lessons import last_steps, mean_reward
 from rlbuffer.records.waiting import Cause, Trouble, Wait
 from rlbuffer.state.evaluations import counts_of, mean_of
+from rlbuffer.state.heartbeats import GATEWAY
 from rlbuffer.state.run_state import RunState
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import amount, duration, percent, plural, printable
@@ -51,13 +52,14 @@ def run_view(state: RunState, trained: Sequence[StepRecord] = ()) -> Group:
         *alerts(state),
         look.Facts(figures(state).values()),
         look.Facts([*states(state).values(), *account(state)]),
+        *([look.Facts(said.values())] if (said := agents(state)) else []),
     ]
     if state.envs:
         parts += [Text(), Printed(ENVS, env_rows(state)), *_said_before(state)]
     else:
         parts.append(Text(ENVS.empty, "faint"))
-    said = list(notes(state, trained))
-    parts += [Text(), *said] if said else []
+    noted = list(notes(state, trained))
+    parts += [Text(), *noted] if noted else []
     if processes:
         parts += [Text(), Printed(PROCESSES, processes[:SHOWN_PROCESSES])]
     if len(processes) > SHOWN_PROCESSES:
@@ -78,11 +80,12 @@ def run_head(state: RunState, width: int) -> list[RenderableType]:
         *alerts(state, most=SHOWN_PROBLEMS if width >= WIDE else 1),
         look.across(list(figures(state, is_brief=True).values()), width),
         look.across(list(states(state, is_brief=True).values()), width),
+        *([look.across(list(said.values()), width)] if (said := agents(state)) else []),
     ]
     if state.envs:
         parts += [*([Text()] if width >= WIDE else []), Printed(ENVS, env_rows(state)), *_said_before(state)]
-    said = list(notes(state))
-    return [*parts, Text(), *said] if said else parts
+    noted = list(notes(state))
+    return [*parts, Text(), *noted] if noted else parts
 
 
 def more_processes(count: int) -> Text:
@@ -190,10 +193,28 @@ def states(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
     }
 
 
-def _account(state: RunState) -> list[Text]:
-    total = state.total
-    known = {"of pushed": f"{total.pushed.rollouts:,}", "pending": f"{total.pending.rollouts:,}"}
-    return list(look.pairs(known).values())
+def agents(state: RunState) -> dict[str, Text]:
+    """What agents before a gateway do, in numbers; nothing of a run that has none. Times are those of a call."""
+    if not state.has_agents:
+        return {}
+    gateways = [p for p in state.of_kind(GATEWAY) if p.is_alive]
+    rate = sum(p.calls_per_second for p in gateways)
+
+    def mean(name: str) -> float | None:
+        """Over the calls of all gateways."""
+        weighed = sum(getattr(p, name) * p.calls_per_second for p in gateways)
+        return weighed / rate if rate else None
+
+    engine, own = mean("call_engine_seconds"), mean("call_own_seconds")
+    known = {
+        "open rollouts": f"{sum(env.open_rollouts or 0 for env in state.envs):,}",
+        "calls": f"{amount(rate) if rate >= 10 else f'{rate:.1f}'}/s" if gateways else "no gateway",
+        "calls open": f"{sum(p.open_calls for p in gateways):,}" if gateways else None,
+        "waiting for a ticket": f"{sum(p.ticket_waits for p in gateways):,}" if gateways else None,
+        "engine": None if engine is None else f"{engine:.2f} s",
+        "gateway": None if own is None else f"{1000 * own:.1f} ms",
+    }
+    return look.pairs(known)
 
 
 def account(state: RunState) -> list[Text]:

@@ -31,7 +31,7 @@ TITLES = {
     "run": "The run and its server",
     "server": "The run and its server",
     "env": "Envs",
-    "process": "Workers, scorers and ranks",
+    "process": "Workers, gateways, scorers and ranks",
 }
 SAID = {part.name for part in fields(EnvState) if part.metadata.get("is_said")}
 """Fields of an env that the leader says, and the trainer puts into its record."""

@@ -15,6 +15,7 @@ from rlbuffer.state.run_state import ACCOUNTS, Amount, EnvState, RunState, Serve
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.store.keys import SCHEMA, Keys
 from rlbuffer.store.ledger import parse_ledger
+from rlbuffer.store.open_rollouts import OpenCounts, counts_of
 from rlbuffer.store.records import EnvLedger, policy_of
 from rlbuffer.store.session import number, ranged, text
 from rlbuffer.store.viewer import Viewer, ends_of, heartbeat_of, parse_meta, place_in, record_of, seconds_of, standing
@@ -33,7 +34,7 @@ def read_run_state(store: Viewer, *, history: int = 0) -> RunState:
 
     def ask(pipe: Any, keys: Keys) -> None:
         pipe.time()
-        for key in (keys.meta, keys.ledger, keys.trainer, keys.policy, keys.ends, keys.numbers):
+        for key in (keys.meta, keys.ledger, keys.trainer, keys.policy, keys.ends, keys.numbers, keys.open_counts):
             pipe.hgetall(key)
         for kind in KINDS:
             pipe.hgetall(keys.heartbeats(kind))
@@ -46,9 +47,9 @@ def read_run_state(store: Viewer, *, history: int = 0) -> RunState:
             pipe.xrevrange(keys.history, count=history)
 
     server, (time, *hashes) = store.replies(ask)
-    meta_fields, ledger, trainer, policy, ends, numbers = (fields or {} for fields in hashes[:6])
-    behind_beats = 6 + len(KINDS)
-    beats = dict(zip(KINDS, hashes[6:behind_beats], strict=True))
+    meta_fields, ledger, trainer, policy, ends, numbers, opened = (fields or {} for fields in hashes[:7])
+    behind_beats = 7 + len(KINDS)
+    beats = dict(zip(KINDS, hashes[7:behind_beats], strict=True))
     until, paused, pending, evaluations, records, *past = hashes[behind_beats:]
     if number(meta_fields.get(b"schema")) != SCHEMA:
         store.meta()  # says what is wrong
@@ -115,6 +116,7 @@ def read_run_state(store: Viewer, *, history: int = 0) -> RunState:
             at=at,
             written=ends,
             taken=numbers,
+            opened=opened,
             paused={text(env) for env in paused or ()},
             budgets=budgets_at(meta.config.get("budgets", {}), meta.step + 1),
             pools=leader.get("envs"),
@@ -129,6 +131,7 @@ def _account(
     at: float,
     written: Mapping[bytes, bytes],
     taken: Mapping[bytes, bytes],
+    opened: Mapping[bytes, bytes],
     paused: Collection[str],
     budgets: Mapping[str, float],
     pools: Any,
@@ -137,7 +140,8 @@ def _account(
     given, numbers, _, over = ends_of(written, taken)
     out = _tickets(store, sorted(numbers), at)
     pools = pools if isinstance(pools, Mapping) else {}
-    names = {*ledger.envs, *budgets, *paused, *numbers, *(env for env in given if not env.startswith("["))}
+    agents = counts_of(opened)
+    names = {*ledger.envs, *budgets, *paused, *numbers, *agents, *(env for env in given if not env.startswith("["))}
     envs = tuple(
         EnvState(
             name=name,
@@ -145,11 +149,24 @@ def _account(
             tickets=out.get(name, 0),
             is_paused=name in paused,
             is_done=name in over and not out.get(name, 0),
+            **_of_agents(agents.get(name)),
             **(env_said(pools.get(name)) | {"budget": budgets.get(name)}),
         )
         for name in sorted(names)
     )
     return {"damaged": ledger.damaged, "lost": ledger.lost, "envs": envs}
+
+
+def _of_agents(counts: OpenCounts | None) -> dict[str, Any]:
+    if counts is None:
+        return {}
+    return {
+        "agent_rollouts": counts.begun,
+        "open_rollouts": counts.open,
+        "ended_rollouts": counts.ended,
+        "agent_calls": counts.calls,
+        "agent_tokens": counts.tokens,
+    }
 
 
 def _amounts(account: EnvLedger) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
 from rlbuffer.records.waiting import FOR_GROUPS, Wait, Waiting
 from rlbuffer.state.env_causes import explained
-from rlbuffer.state.heartbeats import KINDS, Process, is_starting, processes, while_starting, worker_problems
+from rlbuffer.state.heartbeats import GATEWAY, KINDS, Process, is_starting, processes, while_starting, worker_problems
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt, Look
 
@@ -297,7 +297,8 @@ class Leadership:
 
     def _say(self, waiting: Waiting | None) -> None:
         workers = [process for process in self._processes if process.kind == "worker"]
-        waiting = explained(waiting, workers, self._pending.batcher.silence(self._pending.now))
+        gateways = [process for process in self._processes if process.kind == GATEWAY]
+        waiting = explained(waiting, workers, self._pending.batcher.silence(self._pending.now), gateways)
         waiting = while_starting(waiting, self._processes)
         if waiting is not None:
             waiting = full_disk(self._beats.get("rank", {})) or waiting

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from rlbuffer.gateway.answering import Answering
+from rlbuffer.gateway.answering import Answering, Tally
 from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.sweeping import Sweeper
-from rlbuffer.process.heartbeat import Heartbeats
+from rlbuffer.process.heartbeat import RATE_BEATS, Heartbeats
 from rlbuffer.records.group import Group
 from rlbuffer.store.gateway import GatewayStore
+from rlbuffer.store.open_rollouts import read_counts
 
 
 class Pulse(Heartbeats):
@@ -24,6 +28,10 @@ class Pulse(Heartbeats):
         self.fleet: Fleet | None = None
         self.other_ends = 0
         """Ends that were refused, since the rollout had another one."""
+        self.ticket_waits = 0
+        """Openings that wait for a ticket now."""
+        self._past: deque[tuple[float, int, float, float]] = deque([(time.monotonic(), 0, 0.0, 0.0)], maxlen=RATE_BEATS)
+        """Of the last beats: when (monotonic), calls until then, engine's and own seconds of them."""
         self._store, self._name = store, name
 
     def pushed(self, group: Group) -> None:
@@ -32,9 +40,22 @@ class Pulse(Heartbeats):
         self.rollouts += len(group.rollouts)
         self.tokens += sum(rollout.loss_tokens for rollout in group.rollouts)
 
+    @contextmanager
+    def waiting_for_ticket(self) -> Iterator[None]:
+        """While an opening waits for a ticket."""
+        self.ticket_waits += 1
+        try:
+            yield
+        finally:
+            self.ticket_waits -= 1
+
     def record(self) -> dict[str, Any]:
         """The content of a heartbeat; msgpack types."""
-        found: dict[str, Any] = {"listens": self.listens, "other_ends": self.other_ends}
+        found: dict[str, Any] = {
+            "listens": self.listens,
+            "other_ends": self.other_ends,
+            "ticket_waits": self.ticket_waits,
+        }
         if self.answering is not None:
             tally = self.answering.tally
             found |= {
@@ -46,6 +67,7 @@ class Pulse(Heartbeats):
                 "engine_seconds": tally.engine_seconds,
                 "own_seconds": tally.own_seconds,
                 "refused": sum(tally.refused.values()),
+                **self._lately(tally),
             }
         if self.sweeper is not None:
             found |= {"abandoned": self.sweeper.abandoned, "stuck_groups": self.sweeper.stuck}
@@ -53,8 +75,26 @@ class Pulse(Heartbeats):
             found |= {"models": self.fleet.models, "engine_troubles": len(self.fleet.troubles)}
         return found | super().record()
 
+    def _lately(self, tally: Tally) -> dict[str, float]:
+        """Calls a second, and the seconds of a call, since the oldest of the last beats."""
+        at, calls, engine_seconds, own_seconds = self._past[0]
+        new = tally.calls - calls
+        lately = {"calls_per_second": new / max(time.monotonic() - at, 1e-9)}
+        if new:
+            lately["call_engine_seconds"] = (tally.engine_seconds - engine_seconds) / new
+            lately["call_own_seconds"] = (tally.own_seconds - own_seconds) / new
+        return lately
+
+    def _note(self) -> None:
+        super()._note()
+        if self.answering is not None:
+            tally = self.answering.tally
+            self._past.append((time.monotonic(), tally.calls, tally.engine_seconds, tally.own_seconds))
+
     def _renew(self) -> None:
         """Tickets of open rollouts are kept by their calls."""
 
     def _tell(self, record: dict[str, Any]) -> Mapping[str, Any] | None:
+        counts = read_counts(self._store)
+        record["open_rollouts"] = {env: its.open for env, its in counts.items() if its.open}
         return self._store.heartbeat("gateway", self._name, record)

@@ -286,7 +286,8 @@ class Gateway:
                     code="no_ticket",
                     retry_seconds=RETRY_SECONDS,
                 )
-            await asyncio.sleep(TICKET_POLL_SECONDS)
+            with self.pulse.waiting_for_ticket():
+                await asyncio.sleep(TICKET_POLL_SECONDS)
 
     async def _end(self, request: web.Request) -> web.Response:
         self._authorize(request)

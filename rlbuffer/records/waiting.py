@@ -98,6 +98,8 @@ class Cause(StrEnum):
     """Its workers wait for something else."""
     TROUBLE = "trouble"
     """Its workers have met a trouble."""
+    AGENTS = "agents"
+    """It comes from agents by a gateway."""
     WRITERS = "writers"
     """It comes from writers that send no heartbeat."""
     NO_WORKER = "no_worker"
@@ -434,6 +436,10 @@ def _because(w: Waiting) -> str:
             return f"Its workers wait: {w.detail}."
         case Cause.TROUBLE:
             return f"Its workers are in trouble: {w.detail}."
+        case Cause.AGENTS if w.detail:
+            return f"Its agents are at work: {w.detail}. If it lasts, look at them (`rlbuffer inspect open`)."
+        case Cause.AGENTS:
+            return "No agent has a rollout of it open. Whoever runs the agents begins one at the gateway."
         case Cause.WRITERS:
             return f"It comes from writers that send no heartbeat; {w.detail}. If it lasts, look at them."
         case Cause.NO_WORKER:

@@ -1,4 +1,5 @@
-"""Why no further group of an env comes, where it is a matter of who samples it: what its workers say, or their silence.
+"""Why no further group of an env comes, where it is a matter of who samples it: what its workers and gateways
+say, or their silence.
 
 With the causes of the pool (:mod:`rlbuffer.batcher.situation`) this is the one list of what may be true of an env; what
 the leader finds in it is said by `serve`, `inspect`, `top` and the reader's timeout alike.
@@ -11,27 +12,34 @@ from dataclasses import replace
 
 from rlbuffer.records.waiting import FOR_GROUPS, Cause, Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import SHOWN_SILENT_SECONDS, Process
-from rlbuffer.state.text import duration
+from rlbuffer.state.text import duration, plural
 
 SHOWN_WORKERS = 2
 """Workers that are quoted."""
 
 
-def explained(waiting: Waiting | None, workers: Collection[Process], heard: Mapping[str, float]) -> Waiting | None:
+def explained(
+    waiting: Waiting | None,
+    workers: Collection[Process],
+    heard: Mapping[str, float],
+    gateways: Collection[Process] = (),
+) -> Waiting | None:
     """`waiting` with the cause for which no further group of its env is there, where it is for groups and has none.
 
     Args:
-        workers: of the run, by their last heartbeats.
+        workers: of the run, by their last heartbeats; so are `gateways`.
         heard: env -> seconds since something of it came.
     """
     if waiting is None or waiting.kind not in FOR_GROUPS or waiting.cause:
         return waiting
-    cause, detail = _cause(waiting.env, workers, heard)
+    cause, detail = _cause(waiting.env, workers, heard, [gateway for gateway in gateways if gateway.is_alive])
     return replace(waiting, cause=cause, detail=detail)
 
 
-def _cause(env: str, workers: Collection[Process], heard: Mapping[str, float]) -> tuple[Cause, str]:
-    """`env` "": any."""
+def _cause(
+    env: str, workers: Collection[Process], heard: Mapping[str, float], gateways: Collection[Process]
+) -> tuple[Cause, str]:
+    """`env` "": any. `gateways` are those that live."""
     known = [worker for worker in workers if env in ("", worker.env)]
     alive = [w for w in known if not w.has_stopped and (w.seconds_ago <= SHOWN_SILENT_SECONDS or w.is_starting)]
     if any(map(_samples, alive)):
@@ -44,9 +52,15 @@ def _cause(env: str, workers: Collection[Process], heard: Mapping[str, float]) -
             if words:
                 return cause, " ".join(map(str, words[:SHOWN_WORKERS]))
         return Cause.WAITING, " ".join(f"{w.name} has no policy version yet." for w in alive[:SHOWN_WORKERS])
+    # Each gateway says what is open in the whole run; the one that has looked last counts.
+    counts = min(gateways, key=lambda gateway: gateway.seconds_ago).open_rollouts if gateways else {}
+    if is_open := sum(count for name, count in counts.items() if env in ("", name)):
+        return Cause.AGENTS, plural(is_open, "open rollout")
     silence = min((seconds for name, seconds in heard.items() if env in ("", name)), default=None)
     if silence is not None and silence <= SHOWN_SILENT_SECONDS:
         return Cause.WRITERS, f"the last push came {duration(silence)} ago"
+    if gateways and not known:
+        return Cause.AGENTS, ""
     last = [f"{w.name} {'ended' if w.has_stopped else 'was last seen'} {duration(w.seconds_ago)} ago" for w in known]
     came = [] if silence is None else [f"the last push came {duration(silence)} ago"]
     return Cause.NO_WORKER, ", ".join([*last[:SHOWN_WORKERS], *came])

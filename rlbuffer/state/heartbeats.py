@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from rlbuffer.records.waiting import (
@@ -38,6 +38,9 @@ KINDS = ("batcher", "worker", "scorer", "gateway", "rank")
 LEADER, SUPERVISOR = "leader", "run"
 """Names of the batcher that leads, and of `rlbuffer run`, which has a heartbeat of this kind, too."""
 
+GATEWAY = "gateway"
+"""The kind of a gateway, and what the name of each begins with."""
+
 Beat = Mapping[str, Any]
 
 
@@ -48,6 +51,10 @@ def _of(name: str, meaning: str, kind: Kind = "counter", *, labels: str = "") ->
 
 def _of_scorer(name: str, meaning: str) -> Metric:
     return Metric(name, "counter", meaning, ("scorer",))
+
+
+def _of_gateway(name: str, meaning: str, kind: Kind = "counter") -> Metric:
+    return Metric(f"gateway_{name}", kind, meaning, ("gateway",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +73,24 @@ class Process:
     )
     """Of the batcher: the last that is committed."""
     groups: int = metrics(
-        0, _of("worker_groups_total", "Pushed."), _of_scorer("score_groups_total", "Scored, and pushed.")
+        0,
+        _of("worker_groups_total", "Pushed."),
+        _of_scorer("score_groups_total", "Scored, and pushed."),
+        _of_gateway("groups_total", "Pushed."),
     )
     """Done and stored since it started; so are the next three."""
     rollouts: int = metrics(
-        0, _of("worker_rollouts_total", "Pushed."), _of_scorer("score_rollouts_total", "Of the same.")
+        0,
+        _of("worker_rollouts_total", "Pushed."),
+        _of_scorer("score_rollouts_total", "Of the same."),
+        _of_gateway("rollouts_total", "Pushed."),
     )
-    tokens: int = metrics(0, _of("worker_tokens_total", "Pushed."), _of_scorer("score_tokens_total", "Of the same."))
+    tokens: int = metrics(
+        0,
+        _of("worker_tokens_total", "Pushed."),
+        _of_scorer("score_tokens_total", "Of the same."),
+        _of_gateway("tokens_total", "Pushed."),
+    )
     failed_groups: int = 0
     failures: Mapping[str, int] = metrics(
         dict, _of("worker_failed_groups_total", "Given up, by the name of the exception.", labels="kind")
@@ -86,6 +104,36 @@ class Process:
     """What a scorer adds."""
     sampling: int = 0
     """Groups that a worker makes now."""
+    # -- a gateway's own
+    listens: str = ""
+    """Where agents ask it."""
+    open_rollouts: Mapping[str, int] = field(default_factory=dict)
+    """Env -> its open rollouts, of all gateways."""
+    calls: int = metrics(0, _of_gateway("calls_total", "Calls of agents that it has recorded."))
+    open_calls: int = metrics(0, _of_gateway("calls_open", "Calls of agents that it has not answered yet.", "gauge"))
+    ticket_waits: int = metrics(0, _of_gateway("ticket_waits", "Openings that wait for a ticket.", "gauge"))
+    sampled_tokens: int = metrics(0, _of_gateway("sampled_tokens_total", "Sampled in the calls."))
+    engine_seconds: float = metrics(
+        0.0, _of_gateway("engine_seconds_total", "Time of the calls that engines took: rendering, waiting, sampling.")
+    )
+    own_seconds: float = metrics(0.0, _of_gateway("own_seconds_total", "Time of the calls that it took itself."))
+    told_again: int = metrics(0, _of_gateway("told_again_total", "Retries that were told what had been recorded."))
+    new_sequences: int = metrics(
+        0, _of_gateway("new_sequences_total", "Calls with a history that begins a sequence all the same.")
+    )
+    refused: int = metrics(0, _of_gateway("refused_total", "Requests that were refused."))
+    other_ends: int = metrics(
+        0, _of_gateway("other_ends_total", "Ends that were refused, since the rollout had ended otherwise.")
+    )
+    abandoned: int = metrics(0, _of_gateway("abandoned_total", "Open rollouts that it has ended as abandoned."))
+    stuck_groups: int = metrics(0, _of_gateway("stuck_groups", "Groups that could not be pushed yet.", "gauge"))
+    engine_troubles: int = metrics(0, _of_gateway("engine_troubles", "Engines that failed last.", "gauge"))
+    calls_per_second: float = 0.0
+    """By its last heartbeats; so are the next two."""
+    call_engine_seconds: float = 0.0
+    """What engines took for a call."""
+    call_own_seconds: float = 0.0
+    """What it took itself for a call."""
     traceback: str = ""
     """Of the last error of an env."""
     archive: str = ""
@@ -110,7 +158,8 @@ class Process:
                 "kind": kind,
                 "name": name,
                 "seconds_ago": beat["seconds_ago"] if seconds_ago is None else seconds_ago,
-                "failures": failures_of(beat),
+                "failures": counts_of(beat.get("failures")),
+                "open_rollouts": counts_of(beat.get("open_rollouts")),
                 "gives": tuple(map(str, gives)) if isinstance(gives, list) else (),
                 "has_stopped": bool(beat.get("left") or beat.get("stopped")),
                 "waiting": Waiting.of(beat.get("waiting")),
@@ -120,7 +169,10 @@ class Process:
 
     @property
     def title(self) -> str:
-        """``worker NAME``, ``rank N``; ``batcher`` for the one that leads, ``supervisor`` for `rlbuffer run`."""
+        """``worker NAME``, ``rank N``; ``batcher`` for the one that leads, ``supervisor`` for `rlbuffer run`, and a
+        gateway's name alone: ``gateway``, ``gateway-1``."""
+        if self.kind == GATEWAY and self.name.startswith(GATEWAY):
+            return self.name
         own = {LEADER: "batcher", SUPERVISOR: "supervisor"} if self.kind == "batcher" else {}
         return own.get(self.name, f"{self.kind} {self.name}")
 
@@ -151,10 +203,9 @@ def processes(kind: str, beats: Mapping[str, Beat]) -> tuple[Process, ...]:
     return tuple(Process.of(kind, name, beat) for name, beat in sorted(beats.items()))
 
 
-def failures_of(beat: Beat) -> dict[str, int]:
-    """Kind of error -> groups that could not be made."""
-    kinds = beat.get("failures")
-    return {str(k): n for k, n in kinds.items() if type(n) is int} if isinstance(kinds, Mapping) else {}
+def counts_of(said: Any) -> dict[str, int]:
+    """Counts by name that a heartbeat says, such as kind of error -> groups; what is no count is left out."""
+    return {str(name): n for name, n in said.items() if type(n) is int} if isinstance(said, Mapping) else {}
 
 
 def batcher_waiting(
@@ -223,7 +274,8 @@ def worker_problems(
         if is_silent and env and not is_at_rest and not any(worker.is_starting for worker in members):
             heard = ", ".join(f"{worker.name} was last seen {duration(worker.seconds_ago)} ago" for worker in members)
             found.append(Problem(kind=Trouble.NO_WORKER, env=env, detail=heard))
-    if not is_at_rest and not workers and waiting is not None and waiting.kind is Wait.FILLING and not waiting.env:
+    has_come = waiting is None or waiting.kind is not Wait.FILLING or waiting.env or waiting.cause == Cause.AGENTS
+    if not is_at_rest and not workers and not has_come:
         found.append(Problem(kind=Trouble.NO_WORKER))
     return merged(found)
 
@@ -232,14 +284,14 @@ def run_problems(processes: Iterable[Process], waiting: Waiting | None) -> tuple
     """What somebody must cure, as every process of a run says it while the batcher has `waiting`."""
     processes = tuple(processes)
     leading = [p for each in processes if each.title == "batcher" and each.is_alive for p in each.problems]
-    scorers = [
+    others = [
         replace(p, worker=each.name)
         for each in processes
-        if each.kind == "scorer" and each.is_alive
+        if each.kind in ("scorer", GATEWAY) and each.is_alive
         for p in each.problems
     ]
     workers = [each for each in processes if each.kind == "worker"]
-    return (*leading, *worker_problems(workers, waiting, is_starting=is_starting(processes)), *scorers)
+    return (*leading, *worker_problems(workers, waiting, is_starting=is_starting(processes)), *others)
 
 
 def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from rlbuffer.records.waiting import Problem, Waiting
-from rlbuffer.state.heartbeats import LEADER, Process
+from rlbuffer.state.heartbeats import GATEWAY, LEADER, Process
 from rlbuffer.state.metric import AGES, LENGTHS, REWARDS, SECONDS, SHORT_SECONDS, Kind, Metric, metric, metrics, said_in
 from rlbuffer.state.step_record import StepRecord
 
@@ -60,6 +60,14 @@ class EnvState:
     is_paused: bool = False
     is_done: bool = False
     """Nothing more comes of it."""
+    # -- of agents before a gateway; None where none has begun
+    agent_rollouts: int | None = metric("agent_rollouts_total", "counter", "Begun for agents.", None)
+    open_rollouts: int | None = metric("open_rollouts", "gauge", "Under way in agents.", None)
+    ended_rollouts: int | None = metric(
+        "ended_rollouts", "gauge", "Ended, and waiting for the others of their group or for its push.", None
+    )
+    agent_calls: int | None = metric("agent_calls_total", "counter", "Recorded calls of agents.", None)
+    agent_tokens: int | None = metric("agent_tokens_total", "counter", "Sampled in these calls.", None)
     # -- by the leader's last heartbeat: the pool
     budget: float | None = _said("budget_ratio", "Share of a step's tokens that the settings promise.")
     groups_ready: int | None = _said("groups_ready", "In the pool, whole.")
@@ -216,6 +224,11 @@ class RunState:
     def rollouts_per_second(self) -> float:
         """Rollouts that workers push, by their own count."""
         return sum(p.rollouts_per_second for p in self.of_kind("worker") if p.is_alive)
+
+    @property
+    def has_agents(self) -> bool:
+        """A gateway has served it."""
+        return any(env.agent_rollouts for env in self.envs) or any(p.is_alive for p in self.of_kind(GATEWAY))
 
     def of_kind(self, kind: str) -> tuple[Process, ...]:
         """The processes of a kind."""

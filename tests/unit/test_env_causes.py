@@ -57,6 +57,30 @@ def test_the_first_cause_that_is_true_is_said(
         assert told.is_normal == (kind is not Wait.ENV_DEAD and cause not in (Cause.NO_WORKER, Cause.TROUBLE))
 
 
+@pytest.mark.parametrize(
+    ("workers", "heard", "gateway", "cause", "detail"),
+    [
+        ([], {}, {"open_rollouts": {"a": 3, "b": 2}}, Cause.AGENTS, "3 open rollouts"),
+        ([], {"a": 12.0}, {"open_rollouts": {"a": 1}}, Cause.AGENTS, "1 open rollout"),
+        ([], {"a": 40.0}, {"open_rollouts": {"b": 2}}, Cause.AGENTS, ""),
+        ([], {"a": 12.0}, {}, Cause.WRITERS, "the last push came 12 s ago"),
+        ([worker()], {}, {"open_rollouts": {"a": 3}}, Cause.GENERATING, ""),
+        ([worker(has_stopped=True)], {}, {}, Cause.NO_WORKER, "w ended 1.0 s ago"),
+        ([worker(has_stopped=True)], {}, {"open_rollouts": {"a": 3}}, Cause.AGENTS, "3 open rollouts"),
+        ([], {}, {"open_rollouts": {"a": 3}, "seconds_ago": 40.0}, Cause.NO_WORKER, ""),
+    ],
+)
+def test_an_env_that_agents_make_needs_no_worker_while_a_gateway_lives(
+    workers: list[Process], heard: dict[str, float], gateway: dict[str, Any], cause: Cause, detail: str
+) -> None:
+    gateways = [Process(**{"kind": "gateway", "name": "gateway", "seconds_ago": 1.0} | gateway)]
+    told = explained(Waiting(kind=Wait.FILLING, env="a"), workers, heard, gateways)
+    assert told is not None
+    assert (told.cause, told.detail) == (cause, detail)
+    assert detail in str(told)
+    assert told.is_normal == (cause is not Cause.NO_WORKER)
+
+
 def test_where_no_env_has_sent_anything_all_workers_are_asked() -> None:
     told = explained(Waiting(kind=Wait.FILLING), [worker(env="b", waiting=LOADS)], {})
     assert told is not None

@@ -43,7 +43,7 @@ def value_of(metric: Metric) -> Any:
     if metric.item:
         value = Amount(1, 2) if metric.item in Amount._fields and "rank" not in metric.labels else {metric.item: 1}
     for label in reversed(metric.labels):
-        if label not in ("worker", "scorer", "env") or cls_is_step(metric):
+        if label not in ("worker", "gateway", "scorer", "env") or cls_is_step(metric):
             value = {"0": value} if label != "rank" else value
     return [{"tokens": 1, "wait": 1.0}] if metric.labels == ("rank",) and metric.item else value
 
@@ -68,7 +68,7 @@ def samples_of(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float
 
 def whole() -> RunState:
     waits = Waiting(kind=Wait.FILLING)
-    kinds = ("worker", "scorer", "rank", "batcher")
+    kinds = ("worker", "gateway", "scorer", "rank", "batcher")
     return filled(
         RunState,
         run="r",

@@ -13,8 +13,8 @@ import msgpack
 import pytest
 
 from rlbuffer.errors import RlbufferError, clause
-from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
-from rlbuffer.state.heartbeats import Process, processes, worker_problems
+from rlbuffer.records.waiting import Cause, Problem, Trouble, Wait, Waiting
+from rlbuffer.state.heartbeats import Process, processes, run_problems, worker_problems
 from rlbuffer.wire.bounded_msgpack import dumps, loads
 
 STRANGE: list[Any] = [
@@ -116,6 +116,13 @@ def test_a_run_without_a_worker_is_told_of_while_nothing_has_come() -> None:
     assert worker_problems(()) == ()
     assert worker_problems((), Waiting(kind=Wait.FILLING, env="a")) == ()
     assert worker_problems((), Waiting(kind=Wait.FILLING)) == (Problem(kind=Trouble.NO_WORKER),)
+    assert worker_problems((), Waiting(kind=Wait.FILLING, cause=Cause.AGENTS)) == ()
+
+
+def test_what_a_gateway_says_must_be_cured_is_a_problem_of_the_run() -> None:
+    stuck = {"gateway-1": beat(Problem(kind=Trouble.SERVER, detail="no room"))}
+    (problem,) = run_problems(processes("gateway", stuck), None)
+    assert (problem.kind, problem.worker) == (Trouble.SERVER, "gateway-1")
 
 
 def test_what_utf_8_cannot_hold_keeps_no_process_from_saying_what_is_wrong() -> None:

@@ -33,7 +33,8 @@ ANSWER_SECONDS = 5.0
 def command(who: tuple[str, ...], given: options.Given, within: float) -> int:
     """Say whether a process of a run was seen lately: a health check. Changes nothing.
 
-    WHO is batcher, worker NAME, scorer NAME or rank N. Exit code 0 when it was seen within --within seconds and
+    WHO is batcher, worker NAME, gateway, scorer NAME or rank N. Of several gateways each has a name: gateway-0,
+    gateway-1. Exit code 0 when it was seen within --within seconds and
     has not said that it stops.
 
     \b
@@ -69,7 +70,7 @@ def heard(who: str, *, run: str | None, redis: str | None, config: str | None) -
     the words for it.
 
     Args:
-        who: ``batcher``, ``worker NAME``, ``scorer NAME``, ``rank N``.
+        who: ``batcher``, ``worker NAME``, ``gateway``, ``gateway-N``, ``scorer NAME``, ``rank N``.
         run, redis, config: as the flags give them.
     """
     with suppress(Exception):
@@ -95,7 +96,7 @@ def _heard(who: str, run: str, redis: str | None, config: str | None) -> float |
         return None  # the run that was opened last is found by looking at all of them
     if not password and (password_file := password_file or given.get("redis_password_file", "")):
         password = secret(Path(password_file).expanduser().read_text(encoding="utf-8"), "")
-    kind, _, name = who.partition(" ")
+    kind, name = _kind_and_name(who)
     with (
         Redis.from_url(
             url,
@@ -106,8 +107,16 @@ def _heard(who: str, run: str, redis: str | None, config: str | None) -> float |
         ) as client,
         client.pipeline(transaction=False) as pipe,
     ):
-        beat, (seconds, micros) = pipe.hget(Keys(run).heartbeats(kind), name or "leader").time().execute()
+        beat, (seconds, micros) = pipe.hget(Keys(run).heartbeats(kind), name).time().execute()
     at, _, record = beat.partition(b" ")
     if kind == "batcher" and unpackb(record).get("stopped"):
         return None
     return max(0.0, int(seconds) + int(micros) / 1e6 - int(at) / 1000)
+
+
+def _kind_and_name(who: str) -> tuple[str, str]:
+    """The heartbeat of a process: a gateway's name says its kind, and the batcher that is asked for is the leader."""
+    kind, _, name = who.partition(" ")
+    if kind.partition("-")[0] == "gateway" and not name:
+        return "gateway", kind
+    return kind, name or "leader"

@@ -23,7 +23,7 @@ from rlbuffer_cli.sheets import Sheet, read
 from rlbuffer_cli.table import Target, View, ordered
 from rlbuffer_cli.tables import MEMBERS, STEPS, VIEWS
 from rlbuffer_cli.text import time_of
-from rlbuffer_cli.view import account, alerts, figures, notes, states
+from rlbuffer_cli.view import account, agents, alerts, figures, notes, states
 from rlbuffer_cli.web.pages import LENSES, Sources, drawn, page, shown_group, shown_pair, shown_rollout
 from rlbuffer_cli.whole_run import WholeRun
 
@@ -105,7 +105,7 @@ def _overview(run: WholeRun) -> Iterator[str]:
         "overview",
         state=state,
         alerts=list(alerts(state)),
-        figures=list(known.values()),
+        figures=[*known.values(), *agents(state).values()],
         states=[*states(state).values(), *account(state)],
         notes=[memory, *notes(state)],
         view=ENVS,
