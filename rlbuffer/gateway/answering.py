@@ -280,7 +280,7 @@ class Answering:
         self, engine: Engine, template: Template, request: AgentRequest, kept: list[OpenCall], at: int
     ) -> OpenCall:
         rendering, new = None, None
-        if kept and template.is_append_only and kept[-1].details.get("is_ended"):
+        if kept and template.goes_on(request) and kept[-1].details.get("is_ended"):
             seen = list[Rendering]()
 
             async def render(asked: AgentRequest, opens: bool) -> NDArray[np.int32]:

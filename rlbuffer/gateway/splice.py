@@ -16,12 +16,14 @@ Anything else has no splice, and the conversation is rendered whole, as a new se
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.errors import RequestFailed
 from rlbuffer.gateway.request import AgentRequest, Message
 
 Tokens = NDArray[np.int32]
@@ -62,11 +64,14 @@ def behind(alone: Tokens, both: Tokens, last: int) -> Tokens | None:
 async def spliced(render: Render, request: AgentRequest, answers: int, last: int) -> Tokens | None:
     """The tokens behind the first `answers` messages of a request, the last of which ended with the token `last`.
 
-    None: there is no splice.
+    None: there is no splice, or the template refuses the stand-in.
     """
     start, new = stand_in(request.messages[answers - 1]), request.messages[answers:]
-    alone = await render(_with(request, start), False)
-    both = await render(_with(request, (*start, *new)), True)
+    try:
+        alone = await render(_with(request, start), False)
+        both = await render(_with(request, (*start, *new)), True)
+    except RequestFailed:  # whether it refuses the whole conversation, too, tells its rendering
+        return None
     return behind(alone, both, last)
 
 
@@ -79,6 +84,13 @@ class Template:
     """Answers can be gone on from."""
     why: str = ""
     """What hinders it, as a clause."""
+    takes_tools: bool = True
+    """It took a conversation with tools: one with tools can be gone on from, too."""
+
+    def goes_on(self, request: AgentRequest) -> bool:
+        """Whether an answer in this conversation can be gone on from."""
+        has_tools = bool(request.tools) or any(message.get("tool_calls") for message in request.messages)
+        return self.is_append_only and (self.takes_tools or not has_tools)
 
 
 _TOOL = {
@@ -89,30 +101,64 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
-_CALL = {"id": "call000001", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "tree"}'}}
+_CALL_ID = "call00001"
+"""Nine letters and digits: Mistral's templates refuse any other id."""
+_CALL = {"id": _CALL_ID, "type": "function", "function": {"name": "look_up", "arguments": '{"word": "tree"}'}}
 _TURNS: tuple[tuple[Message, ...], ...] = (
     ({"role": "system", "content": "You answer in one word."}, {"role": "user", "content": "What is a birch?"}),
     (
         {"role": "assistant", "content": "I look it up.", "tool_calls": [_CALL]},
-        {"role": "tool", "tool_call_id": "call000001", "content": "a tree with a white bark"},
+        {"role": "tool", "tool_call_id": _CALL_ID, "content": "a tree with a white bark"},
     ),
     ({"role": "assistant", "content": "A tree."}, {"role": "user", "content": "And what is an oak, then?"}),
 )
 """A made conversation: what each turn adds."""
 
 
+async def shown(render: Render) -> str:
+    """Digest of what a template shows of the made conversation, with and without tools, and of what it refuses."""
+    found = hashlib.sha256()
+    for turns, tools in ((_TURNS, (_TOOL,)), ((_TURNS[0][1:], _TURNS[2]), ())):
+        messages = tuple(message for turn in turns for message in turn)
+        try:
+            found.update((await render(AgentRequest(messages=messages, tools=tools), True)).tobytes())
+        except RequestFailed:
+            found.update(b"refused")
+    return found.hexdigest()
+
+
 async def check_template(render: Render) -> Template:
     """Compares splices with whole renderings of a made conversation with tools, for an engine's template.
 
     A template that shows earlier messages otherwise once there are later ones has no splice (tools before the last
-    question, as some have them); nor has one whose turns end in no way that is known here.
+    question, as some have them); nor has one whose turns end in no way that is known here. One that refuses tools, or
+    system messages, is tried without: agents that send it such are refused by it.
     """
-    for tools in ((_TOOL,), ()):
-        turns = _TURNS if tools else (_TURNS[0], _TURNS[2])
-        for number in range(1, len(turns)):
-            if why := await _check_turn(render, turns[: number + 1], tools):
-                return Template(False, f"{why} ({'with' if tools else 'without'} tools)")
-    return Template(True)
+    refusals = dict[bool, str]()
+    for has_tools in (True, False):
+        why = await _check_kind(render, (_TOOL,) if has_tools else (), refusals)
+        if why:
+            return Template(False, f"{why} ({'with' if has_tools else 'without'} tools)")
+    if False in refusals:
+        return Template(False, f"it refuses the conversation that it is tried with ({refusals[False]})")
+    return Template(True, takes_tools=True not in refusals)
+
+
+async def _check_kind(render: Render, tools: tuple[Message, ...], refusals: dict[bool, str]) -> str:
+    """What is wrong with going on, with these tools; "" when nothing is. What refuses it is noted in `refusals`."""
+    for has_system in (True, False):
+        first = _TURNS[0] if has_system else _TURNS[0][1:]
+        turns = (first, *_TURNS[1:]) if tools else (first, _TURNS[2])
+        try:
+            for number in range(1, len(turns)):
+                if why := await _check_turn(render, turns[: number + 1], tools):
+                    return why
+        except RequestFailed as error:
+            refusals[bool(tools)] = str(error)
+            continue
+        refusals.pop(bool(tools), None)
+        break
+    return ""
 
 
 async def _check_turn(render: Render, turns: Sequence[tuple[Message, ...]], tools: Sequence[Message]) -> str:

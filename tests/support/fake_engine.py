@@ -13,7 +13,7 @@ import re
 import struct
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,13 @@ class FakeEngine:
     """Changes an answer before it is sent."""
     holds: bool = False
     """Answers wait."""
+    refuses: Callable[[dict[str, Any]], int] = lambda body: 0
+    """Status for a conversation that the template raises at; 0: it takes it."""
+    model: str = "tiny"
+    complaint: str = "no"
+    """What it says where it does not answer."""
+    is_gone: bool = False
+    """A proxy stands there alone, and answers 404."""
     samples: list[Sample] = field(default_factory=list)
     asked: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the requests to render."""
@@ -82,7 +89,14 @@ class FakeEngine:
         return self
 
     async def _listen(self, port: int) -> None:
-        app = web.Application(client_max_size=2**28)
+        @web.middleware
+        async def proxied(request: web.Request, handler: Any) -> web.StreamResponse:
+            if self.is_gone:
+                return web.Response(status=404, text="not here")
+            answer: web.StreamResponse = await handler(request)
+            return answer
+
+        app = web.Application(client_max_size=2**28, middlewares=[proxied])
         if self.speaks == SGLANG:
             app.router.add_post("/v1/chat/completions", self._chat)
         else:
@@ -108,7 +122,7 @@ class FakeEngine:
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()
         if self.status != 200:
-            return web.json_response({"error": {"message": "no"}}, status=self.status)
+            return web.json_response({"error": {"message": self.complaint}}, status=self.status)
         prompt = body.get("input_ids")
         if prompt is None:
             prompt = encoded(self.family.text(body["messages"], body.get("tools") or [], True)).tolist()
@@ -142,21 +156,25 @@ class FakeEngine:
         return web.json_response({"version": self.speaks})
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny", "max_model_len": self.context}]})
+        return web.json_response({"data": [{"id": self.model, "max_model_len": self.context}]})
 
     async def _render(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.asked.append(body)
+        if body["model"] != self.model:
+            return web.json_response({"error": {"message": "no such model"}}, status=404)
+        if status := self.refuses(body):
+            return web.json_response({"error": {"message": "the template raises"}}, status=status)
         tokens = encoded(self.family.text(body["messages"], body.get("tools") or [], body["add_generation_prompt"]))
         context = {"tools": body.get("tools"), "tool_choice": "auto", "include_reasoning": True}
         parameters = {"temperature": 0.3, "top_p": 0.5, "top_k": 20, "skip_special_tokens": False, "max_tokens": 7}
-        given = {"request_id": "r", "token_ids": tokens.tolist(), "model": "tiny", "sampling_params": parameters}
+        given = {"request_id": "r", "token_ids": tokens.tolist(), "model": self.model, "sampling_params": parameters}
         return web.json_response(given | ({"parse_context": context} if self.speaks >= "0.33" else {}))
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         if self.status != 200:
-            return web.json_response({"error": {"message": "no"}}, status=self.status)
+            return web.json_response({"error": {"message": self.complaint}}, status=self.status)
         prompt, parameters = body["token_ids"], body["sampling_params"]
         text = self._written(decoded(prompt))
         tokens = [

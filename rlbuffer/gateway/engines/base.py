@@ -67,6 +67,9 @@ class Engine(Protocol):
             ConfigError: it was not started for it.
         """
 
+    async def look(self) -> None:
+        """Looks again which model and which context it has, without sampling. Raises as :meth:`probe` does."""
+
     async def render(self, request: AgentRequest, *, opens: bool) -> Rendering:
         """Renders a conversation; with the beginning of the answer where it `opens` it."""
 
@@ -106,7 +109,7 @@ def sound(answer: Answer, url: str) -> Answer:
         raise SamplerUnavailable(f"{url} has broken the answer off")
     if any(span.policy_version < 0 for span in completion.version_spans):
         raise SamplerUnavailable(
-            f"{url} samples with weights that are no policy version of this run: nothing has loaded one into it yet. "
+            f"{url} samples with weights that are no policy version of this run. Nothing has loaded one into it yet. "
             'A worker with sampler = "openai" does, or the trainer\'s own way of loading must name the version'
         )
     try:

@@ -2,6 +2,9 @@
 
 A rollout asks the same engine each time, which has its beginning in its prefix cache, unless that one is in trouble. An
 engine that fails is left out for a while; the agent's call waits and is tried again, until its patience is over.
+
+An engine may be started anew at any time, as another kind, with another model, context or template. So it is found out
+again after each trouble, and looked at every LOOK_SECONDS: what it shows of a made conversation tells.
 """
 
 from __future__ import annotations
@@ -16,19 +19,24 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlbuffer.errors import ConfigError, PromptTooLong, RequestFailed, RlbufferError, SamplerBusy, SamplerUnavailable
 from rlbuffer.gateway.engines.base import Engine
 from rlbuffer.gateway.engines.sglang import SglangEngine
 from rlbuffer.gateway.engines.vllm import VllmEngine
-from rlbuffer.gateway.request import Refused
-from rlbuffer.gateway.splice import Template, check_template
-from rlbuffer.worker.samplers.endpoint import ENDPOINT_PROBE_SECONDS, Endpoint
+from rlbuffer.gateway.request import AgentRequest, Refused
+from rlbuffer.gateway.splice import Render, Template, check_template, shown
+from rlbuffer.worker.samplers.endpoint import ENDPOINT_PROBE_SECONDS, Endpoint, NoSuchPage
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 300.0
 """Longest that a call waits for engines that are away, full or paused; clients wait for ten minutes."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 10.0
 """Pause before an engine is asked again, doubled each time, with jitter."""
+LOOK_SECONDS = 15.0
+"""A look at an engine counts for so long."""
 REFUSED_TRIES = 3
 """Times that an engine is asked for an answer that can be trained."""
 RETRY_AFTER_SECONDS = 5.0
@@ -40,6 +48,8 @@ _log = logging.getLogger(__name__)
 
 NOT_ASKED = "it was not asked yet"
 """Why an engine is left out at first."""
+SIMPLEST = AgentRequest(messages=({"role": "user", "content": "x"},))
+"""A conversation that every template takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,12 +57,17 @@ class _Place:
     """One engine's address, and how it is doing."""
 
     url: str
+    endpoint: Endpoint
     engine: Engine | None = None
     """None: it was not reached yet."""
     template: Template | None = None
-    """What the self-check found; None: it was not made yet."""
+    """What the self-check found; None: what serves there must be found out first."""
+    shown: str = ""
+    """Digest of what that engine shows of the made conversation."""
+    look_at: float = 0.0
+    """Monotonic time of the next look."""
     trouble: str = NOT_ASKED
-    """Why it is left out; "" when it is not."""
+    """Why it is left out, without the engine's own words, which may quote an agent; "" when it is not."""
     ask_at: float = 0.0
     """Monotonic: not asked before."""
     pause: float = FIRST_PAUSE_SECONDS
@@ -71,8 +86,10 @@ class Fleet:
     def __init__(
         self, urls: Sequence[str], *, timeout_seconds: float, patience_seconds: float = PATIENCE_SECONDS
     ) -> None:
-        self._places = [_Place(url.rstrip("/")) for url in urls]
         self._seconds, self._patience = timeout_seconds, patience_seconds
+        self._places = [
+            _Place(url.rstrip("/"), Endpoint(url, timeout_seconds=timeout_seconds, setting=SETTING)) for url in urls
+        ]
 
     async def start(self) -> None:
         """Looks at all of them. One that is away is looked at again by the calls.
@@ -116,8 +133,7 @@ class Fleet:
                     raise self._nobody()
                 await asyncio.sleep(wait)
             try:
-                if place.engine is None or place.template is None:
-                    await self._bring_up(place)
+                await self._bring_up(place)
                 if place.engine is None or place.template is None:
                     continue
                 done = await work(place.engine, place.template)
@@ -127,6 +143,7 @@ class Fleet:
                 self._note(place, error)
             except RequestFailed as error:
                 refusals += 1
+                place.look_at = 0.0  # it may be another engine than the one that was asked before
                 if refusals >= REFUSED_TRIES:
                     raise _refused(error) from error
                 await asyncio.sleep(FIRST_PAUSE_SECONDS)
@@ -137,8 +154,7 @@ class Fleet:
     async def close(self) -> None:
         """Closes all connections."""
         for place in self._places:
-            if place.engine is not None:
-                await place.engine.close()
+            await place.endpoint.close()
 
     def _choice(self, about: str) -> _Place:
         """The rollout's own engine, by the highest digest of both, unless it is in trouble and another one is not."""
@@ -150,14 +166,17 @@ class Fleet:
         return max(self._places, key=rank)
 
     def _note(self, place: _Place, error: RlbufferError) -> None:
-        """Leaves an engine out for a while. The log has the beginning of the reason alone: an engine's own words may
-        quote the agent."""
+        """Leaves an engine out for a while, and has it looked at before it is asked again."""
         asked = error.seconds if isinstance(error, SamplerBusy) else 0.0
         pause = min(max(place.pause, asked), LONGEST_PAUSE_SECONDS) * _RANDOM.uniform(0.7, 1.0)
         place.ask_at, place.pause = time.monotonic() + pause, min(2 * place.pause, LONGEST_PAUSE_SECONDS)
+        place.look_at = 0.0
+        if not isinstance(error, SamplerBusy):
+            place.template = None
+        told = str(error).partition(": ")[0]
         if not place.trouble or place.trouble == NOT_ASKED:
-            _log.warning("an engine cannot be used, and calls wait for it: %s", str(error).partition(": ")[0])
-        place.trouble = str(error)
+            _log.warning("an engine cannot be used, and calls wait for it: %s", told)
+        place.trouble = told
 
     def _nobody(self) -> Refused:
         why = self.troubles[0] if self.troubles else "none answers"
@@ -169,37 +188,85 @@ class Fleet:
         )
 
     async def _bring_up(self, place: _Place) -> None:
-        """Finds out what serves at an address, and whether its template can be gone on from."""
+        """Finds out what serves at an address, and whether its template can be gone on from, where that is not known.
+
+        Raises:
+            SamplerUnavailable, ConfigError: it is in trouble. No request of an agent is at fault here.
+        """
+        if place.template is not None and time.monotonic() < place.look_at:
+            return
         async with place.bringing:
-            if place.template is not None:
+            if place.template is not None and time.monotonic() < place.look_at:
                 return
-            engine = place.engine = place.engine or await self._found(place.url)
-            await engine.probe()
+            place.look_at = time.monotonic() + LOOK_SECONDS  # a call that looks holds no other one up
+            try:
+                if not await self._is_as_before(place):
+                    await self._find_out(place)
+            except RequestFailed as error:
+                place.look_at = 0.0
+                raise SamplerUnavailable(str(error)) from error
+            except BaseException:
+                place.look_at = 0.0
+                raise
 
-            async def render(request: object, opens: bool) -> object:
-                return (await engine.render(request, opens=opens)).tokens  # type: ignore[arg-type]
+    async def _is_as_before(self, place: _Place) -> bool:
+        """An engine that was found out has the same template still; its model and context are known anew."""
+        if place.template is None or place.engine is None:
+            return False
+        await place.engine.look()
+        return await shown(_rendering(place.engine)) == place.shown
 
-            place.template = await check_template(render)  # type: ignore[arg-type]
-            place.trouble = ""
-            if not place.template.is_append_only:
-                _log.warning(
-                    "engine %s: no turn can go on from the one before, since its chat template cannot be continued: "
-                    "%s. Each turn is rendered whole, and is a sequence of its own",
-                    place.url,
-                    place.template.why,
-                )
+    async def _find_out(self, place: _Place) -> None:
+        place.template = None
+        engine = place.engine = await self._found(place)
+        await engine.probe()
+        place.shown = await shown(_rendering(engine))
+        place.template = await check_template(_rendering(engine))
+        place.trouble = ""
+        if not place.template.is_append_only:
+            _log.warning(
+                "engine %s: no turn can go on from the one before, since its chat template cannot be continued: "
+                "%s. Each turn is rendered whole, and is a sequence of its own",
+                place.url,
+                place.template.why,
+            )
 
-    async def _found(self, url: str) -> Engine:
+    async def _found(self, place: _Place) -> Engine:
         """The engine at an address: SGLang's answers where vLLM's has no page."""
-        endpoint = Endpoint(url, timeout_seconds=self._seconds, setting=SETTING)
+        endpoint = place.endpoint
         try:
             await endpoint.call("GET", "/version", seconds=ENDPOINT_PROBE_SECONDS)
-        except ConfigError:  # 404
+        except NoSuchPage:
+            try:
+                await endpoint.look()
+            except NoSuchPage:
+                raise SamplerUnavailable(
+                    f"{place.url} answers 404 to /version and /v1/models. It is no engine, or the engine behind it is "
+                    "not there yet"
+                ) from None
             return SglangEngine(endpoint, timeout_seconds=self._seconds)
-        except BaseException:
-            await endpoint.close()
-            raise
         return VllmEngine(endpoint, timeout_seconds=self._seconds)
+
+
+def _rendering(engine: Engine) -> Render:
+    """How an engine shows a made conversation. One that fails at it alone, and not at the simplest, refuses it."""
+
+    async def render(request: AgentRequest, opens: bool) -> NDArray[np.int32]:
+        try:
+            return (await engine.render(request, opens=opens)).tokens
+        except SamplerBusy:
+            raise
+        except SamplerUnavailable:
+            await engine.render(SIMPLEST, opens=True)
+        try:
+            return (await engine.render(request, opens=opens)).tokens
+        except SamplerBusy:
+            raise
+        except SamplerUnavailable as error:
+            await engine.render(SIMPLEST, opens=True)
+            raise RequestFailed(str(error)) from error
+
+    return render
 
 
 def _refused(error: RequestFailed) -> Refused:

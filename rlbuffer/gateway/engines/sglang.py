@@ -37,13 +37,16 @@ class SglangEngine:
         return self.endpoint.url
 
     async def probe(self) -> None:
+        await self.look()
+        await self.render(AgentRequest(messages=({"role": "user", "content": "x"},)), opens=True)
+
+    async def look(self) -> None:
         told = await self.endpoint.call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
         try:
             model = (told.get("data") or [{}])[0]
             self.model, self.context = str(model.get("id", "")), int(model.get("max_model_len") or 0)
         except (AttributeError, TypeError, ValueError) as error:
             raise RequestFailed(f"{self.url}/v1/models answered with no list of models") from error
-        await self.render(AgentRequest(messages=({"role": "user", "content": "x"},)), opens=True)
 
     async def render(self, request: AgentRequest, *, opens: bool) -> Rendering:
         body = {"model": self.model, **request.body(), "max_tokens": 1, "return_prompt_token_ids": True}

@@ -60,6 +60,9 @@ class VllmEngine:
         self._derenders = numbers is None or (int(numbers[1]), int(numbers[2])) >= (0, 33)
         await self.endpoint.probe(resumes=False)
 
+    async def look(self) -> None:
+        await self.endpoint.look()
+
     async def render(self, request: AgentRequest, *, opens: bool) -> Rendering:
         body = {"model": self.model, **request.body(), "add_generation_prompt": opens}
         told = await self.endpoint.call("POST", RENDER, json=body, seconds=RENDER_SECONDS)

@@ -91,6 +91,10 @@ def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
     }
 
 
+class NoSuchPage(ConfigError):
+    """The server answers 404: it was not started for this, or is another one."""
+
+
 class Endpoint:
     """One server. Errors of the network and of the server itself are SamplerUnavailable.
 
@@ -149,13 +153,17 @@ class Endpoint:
             SamplerUnavailable: it gives none in time, or stays paused.
             ConfigError: it refuses, or does not answer as the worker needs it: no token ids, no versions.
         """
+        await self.look()
+        await self._release(resumes=resumes)
+        await self.answers()
+
+    async def look(self) -> None:
+        """Learns which model and which context it has. Raises as :meth:`probe` does."""
         answer = await self.call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
         models = answer.get("data") or [{}]
         self.model = str(models[0].get("id", ""))
         self._has_adapter = any(model.get("id") == ADAPTER_NAME for model in models)
         self.context = int(models[0].get("max_model_len") or 0)
-        await self._release(resumes=resumes)
-        await self.answers()
 
     async def answers(self) -> None:
         """Asks for one token. Raises as :meth:`probe` does."""
@@ -315,7 +323,7 @@ class Endpoint:
         SamplerUnavailable where no answer comes."""
         response = await self._respond(method, path, json=json, seconds=seconds)
         if response.status_code == HTTPStatus.NOT_FOUND:
-            raise ConfigError(
+            raise NoSuchPage(
                 f"{self.url} has no {path.partition('?')[0]}: start vLLM's server with VLLM_SERVER_DEV_MODE=1, "
                 "--enable-scale-out and --worker-extension-cls "
                 "rlbuffer.worker.samplers.vllm_extension.WeightsExtension",

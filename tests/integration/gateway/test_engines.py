@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import decoded
-from fake_engine import FakeEngine, logprobs_of
+from fake_engine import SGLANG, FakeEngine, logprobs_of
 
 from rlbuffer.errors import ConfigError
+from rlbuffer.gateway.engines import fleet as fleets
 from rlbuffer.gateway.engines.base import Answer, Engine, shaped, sound
 from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.request import AgentRequest, Refused
@@ -206,5 +207,144 @@ def test_a_server_without_the_endpoints_is_refused_with_what_to_start_it_with() 
         with pytest.raises(ConfigError, match="--enable-scale-out") as caught:
             in_fleet([engine.url], lambda fleet: fleet.ask("r", None))  # type: ignore[arg-type]
         assert caught.value.setting == "gateway.engines"
+    finally:
+        engine.stop()
+
+
+# -- templates that refuse -------------------------------------------------------------------------------------------
+def roles(body: Any) -> list[str]:
+    return [message["role"] for message in body["messages"]]
+
+
+def odd_ids(body: Any) -> bool:
+    calls = [call["id"] for message in body["messages"] for call in message.get("tool_calls") or ()]
+    return any(len(call) != 9 or not call.isalnum() for call in calls)
+
+
+REFUSALS: dict[str, Callable[[Any], bool]] = {
+    "system messages": lambda body: "system" in roles(body),
+    "tools": lambda body: bool(body.get("tools")),
+    "calls": lambda body: any(message.get("tool_calls") for message in body["messages"]),
+    "results of tools": lambda body: "tool" in roles(body),
+    "ids that have not nine characters": odd_ids,
+    "system messages and tools": lambda body: "system" in roles(body) or bool(body.get("tools")),
+}
+
+
+@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("refused", REFUSALS)
+def test_a_template_that_refuses_a_kind_of_conversation_takes_the_others(refused: str, status: int) -> None:
+    engine = FakeEngine(refuses=lambda body: status if REFUSALS[refused](body) else 0).start()
+    plain, with_tools = asking("say hello"), asking("say hello", tools=TOOLS)
+
+    async def work(fleet: Fleet) -> tuple[bool, bool]:
+        async def ask(served: Engine, template: Template) -> tuple[bool, bool]:
+            await served.render(plain, opens=True)
+            return template.goes_on(plain), template.goes_on(with_tools)
+
+        return await fleet.ask("r", ask)
+
+    try:
+        takes_tools = refused in ("system messages", "ids that have not nine characters")
+        assert in_fleet([engine.url], work) == (True, takes_tools)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_template_that_refuses_what_it_is_tried_with_answers_agents_all_the_same(status: int) -> None:
+    engine = FakeEngine(refuses=lambda body: status if "birch" in str(body) else 0).start()
+
+    async def work(fleet: Fleet) -> Any:
+        async def ask(served: Engine, template: Template) -> Any:
+            await served.render(asking("say hello"), opens=True)
+            return template
+
+        return await fleet.ask("r", ask)
+
+    try:
+        template = in_fleet([engine.url], work)
+        assert not template.is_append_only
+        assert "refuses" in template.why
+    finally:
+        engine.stop()
+
+
+# -- engines that are started anew -----------------------------------------------------------------------------------
+CHANGES: dict[str, dict[str, Any]] = {
+    "model": {"model": "other"},
+    "context": {"context": 333},
+    "template": {"refuses": lambda body: 400 if len(body["messages"]) > 1 else 0},
+    "version": {"speaks": "0.32.0"},
+}
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["away-between", "unseen"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_engine_that_was_started_anew_is_asked_as_what_it_is_now(
+    change: str, is_seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "LOOK_SECONDS", 0.0)
+    engine = FakeEngine().start()
+
+    async def work(fleet: Fleet) -> None:
+        async def ask(served: Engine, template: Template) -> tuple[str, int, bool]:
+            rendering = await served.render(asking("say hello"), opens=True)
+            sound(await served.generate(asking("say hello"), rendering, rendering.tokens, SAMPLING), served.url)
+            return served.model, served.context, template.is_append_only
+
+        assert await fleet.ask("r", ask) == ("tiny", 8192, True)
+        if is_seen:
+            engine.is_gone = True
+            asyncio.get_running_loop().call_later(0.5, setattr, engine, "is_gone", False)
+        for name, value in CHANGES[change].items():
+            setattr(engine, name, value)
+        expected = {"model": ("other", 8192, True), "context": ("tiny", 333, True), "template": ("tiny", 8192, False)}
+        assert await fleet.ask("r", ask) == expected.get(change, ("tiny", 8192, True))
+        assert fleet.troubles == []
+
+    try:
+        in_fleet([engine.url], work)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("speaks", ["0.33.0", SGLANG])
+def test_a_proxy_before_an_engine_that_is_not_there_yet_is_no_engine(speaks: str) -> None:
+    engine = FakeEngine(speaks=speaks, is_gone=True).start()
+
+    async def work(fleet: Fleet) -> str:
+        async def ask(served: Engine, template: Template) -> str:
+            await served.render(asking("say hello"), opens=True)
+            return served.model
+
+        asyncio.get_running_loop().call_later(0.5, setattr, engine, "is_gone", False)
+        return await fleet.ask("r", ask)
+
+    try:
+        assert in_fleet([engine.url], work) == "tiny"
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 502, 503])
+def test_what_an_engine_quotes_of_one_agent_reaches_no_other(status: int) -> None:
+    engine = FakeEngine(complaint="error: words of one agent: and more").start()
+
+    async def work(fleet: Fleet) -> tuple[str, list[str]]:
+        async def ask(served: Engine, template: Template) -> Any:
+            rendering = await served.render(asking("say hello"), opens=True)
+            return await served.generate(asking("say hello"), rendering, rendering.tokens, SAMPLING)
+
+        engine.status = status
+        with pytest.raises(Refused) as caught:
+            await fleet.ask("r", ask)
+        return caught.value.message, fleet.troubles
+
+    try:
+        told, troubles = in_fleet([engine.url], work, patience=1.0)
+        assert str(status) in told
+        assert str(status) in troubles[0]
+        assert "words of one agent" not in f"{told} {troubles}"
     finally:
         engine.stop()
