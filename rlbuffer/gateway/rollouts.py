@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout, TokenSequence
-from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.open_rollouts import End, OpenCall
 from rlbuffer.traces.attempt import Stretch
 from rlbuffer.traces.calls import Call, paths_of, sequences_of
@@ -108,23 +106,6 @@ def checked_about(group_id: str, env: str, about: Mapping[str, Any]) -> Mapping[
     rollout = rollout_of((), End(), rollout_id=f"{group_id}/0", version=0)
     group_of(group_id, env, about, [rollout], needs=(), created=0.0, worker="gateway")
     return about
-
-
-def checked_end(end: End) -> End:
-    """An end, with which a rollout can be made. Raises InvalidRollout."""
-    Rollout(
-        tokens=np.array([0, 0], np.int32),
-        loss_mask=np.array([False, True]),
-        logprobs=np.array([0.0, -1.0], np.float32),
-        version_spans=(VersionSpan(0, 0, 2),),
-        reward=end.reward,
-        rewards=end.rewards,
-        failure=end.failure,
-        metadata=end.details,
-    )
-    if end.failure is None and end.reward is None and not end.rewards:
-        raise InvalidRollout("an end needs a reward, named rewards, or a failure")
-    return end
 
 
 def _path(calls: Sequence[OpenCall], made: dict[int, Call]) -> list[Call]:

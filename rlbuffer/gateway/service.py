@@ -49,7 +49,7 @@ from rlbuffer.gateway.dialects.responses import RESPONSES
 from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.pulse import Pulse
 from rlbuffer.gateway.request import AgentRequest, Refused, mapping, required, text
-from rlbuffer.gateway.rollouts import checked_about, checked_end
+from rlbuffer.gateway.rollouts import checked_about
 from rlbuffer.gateway.sweeping import Sweeper
 from rlbuffer.gateway.tokens import TOKEN_FILE, is_authorized, token_for
 from rlbuffer.process.logs import fields
@@ -59,7 +59,7 @@ from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.store.gateway import GRACE_SECONDS, MOST_ROLLOUTS, GatewayStore
-from rlbuffer.store.open_rollouts import Begun, End, capability_of, name_of
+from rlbuffer.store.open_rollouts import Begun, End, capability_of, checked_end, name_of
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -432,17 +432,12 @@ def _end_of(body: Mapping[str, Any]) -> End:
     try:
         kept = None if failure is None else Failure(*failure)
         numbers = {str(name): value for name, value in rewards.items()}
-        end = checked_end(End(reward=reward, rewards=numbers, failure=kept))
+        return checked_end(End(reward=reward, rewards=numbers, failure=kept))
     except (InvalidRollout, TypeError) as error:
         told = (
             str(error) if isinstance(error, InvalidRollout) else "failure must be a text, or have a kind and a message"
         )
         raise Refused(told, code="invalid_value") from error
-    return End(
-        reward=None if end.reward is None else float(end.reward),
-        rewards={name: float(value) for name, value in end.rewards.items()},
-        failure=end.failure,
-    )
 
 
 async def _on_server(work: Callable[[], Any]) -> Any:

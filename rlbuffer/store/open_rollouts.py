@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import OpenRolloutUnknown, PayloadError
+from rlbuffer.errors import InvalidRollout, OpenRolloutUnknown, PayloadError
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.info import GROUP_ID
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.session import number, text
 from rlbuffer.store.viewer import Viewer
@@ -287,6 +288,37 @@ class OpenCounts:
     calls: int = 0
     tokens: int = 0
     """Sampled in these calls."""
+
+
+def checked_end(end: End) -> End:
+    """An end that the server can keep, and with which a rollout can be made: its numbers are floats.
+
+    Raises:
+        InvalidRollout: `end` is none.
+    """
+    if end.failure is None and end.reward is None and not end.rewards:
+        raise InvalidRollout("an end needs a reward, named rewards, or a failure")
+    rollout = Rollout(
+        tokens=np.array([0, 0], np.int32),
+        loss_mask=np.array([False, True]),
+        logprobs=np.array([0.0, -1.0], np.float32),
+        version_spans=(VersionSpan(0, 0, 2),),
+        reward=end.reward,
+        rewards=end.rewards,
+        failure=end.failure,
+        metadata=end.details,
+    )
+    found = End(
+        reward=None if end.reward is None else float(end.reward),
+        rewards={name: float(value) for name, value in end.rewards.items()},
+        failure=rollout.failure,
+        details=end.details,
+    )
+    try:
+        found.encoded()
+    except PayloadError as error:
+        raise InvalidRollout(f"the end cannot be kept: {error}") from None
+    return found
 
 
 # -- names -------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rlbuffer.config.addresses import NOWHERE, parse_listen
@@ -30,13 +31,13 @@ from rlbuffer.errors import (
 )
 from rlbuffer.process.logs import fields
 from rlbuffer.process.threads import in_thread
-from rlbuffer.records.failure import Failure
+from rlbuffer.records.failure import Failure, kind_of
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.gateway import GRACE_SECONDS, GatewayStore
 from rlbuffer.store.open_rollouts import Begun, End
 from rlbuffer.worker.envs import factory_of
-from rlbuffer.worker.envs.command import Command
+from rlbuffer.worker.envs.command import Command, failed
 from rlbuffer.worker.heartbeat import Pulse
 
 if TYPE_CHECKING:
@@ -145,8 +146,11 @@ class _Programs:
             raise
 
     async def _played(self, begun: Begun) -> None:
-        """Runs the programs of a group."""
-        await asyncio.gather(*(self._rollout(begun, index, one) for index, one in enumerate(begun.capabilities)))
+        """Runs the programs of a group. What goes wrong with one ends no other."""
+        runs = (self._rollout(begun, index, one) for index, one in enumerate(begun.capabilities))
+        for found in await asyncio.gather(*runs, return_exceptions=True):
+            if isinstance(found, Exception):
+                _log.warning("the end of an open rollout of %s is lost", begun.group_id, exc_info=found)
         self._pulse.groups += 1
 
     async def _rollout(self, begun: Begun, index: int, capability: str) -> None:
@@ -155,6 +159,9 @@ class _Programs:
         try:
             environment = self._env.environment_of(self._base, capability, begun.number, index)
             end = await self._env.end_of(environment, self._settings.rollout_timeout_seconds)
+        except Exception as error:  # of this host: of no program, and of no other rollout
+            end = failed(kind_of(type(error).__name__), str(error))
+            _log.warning("the program of open rollout %s could not be run", begun.names[index], exc_info=error)
         finally:
             await asyncio.shield(asyncio.ensure_future(self._ended(begun.names[index], capability, end)))
 
@@ -163,7 +170,7 @@ class _Programs:
         deadline = time.monotonic() + GRACE_SECONDS
         while True:
             try:
-                await in_thread(lambda: self._store.end(capability, end))
+                await in_thread(partial(self._store.end, capability, end))
             except OtherEnd:  # it was stale or abandoned, or somebody else has ended it
                 _log.warning("open rollout %s had ended before its program did: the first end stands", name)
             except OpenRolloutUnknown:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
+import re
 import shlex
 import signal
 from collections import deque
@@ -27,14 +27,17 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, validate_call
 
 from rlbuffer.config.table import Names, PathText, Url
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, InvalidRollout
+from rlbuffer.records.checks import MAX_NUMBER, escaped
 from rlbuffer.records.failure import Failure
-from rlbuffer.store.open_rollouts import End
+from rlbuffer.store.open_rollouts import End, checked_end
 
 KEPT_BYTES = 1 << 16
 """Bytes of a program's output that are kept, the last ones."""
 CLOSE_SECONDS = 1.0
 """Time that the rest of an output has to arrive once its process has ended."""
+LINE_ENDS = re.compile(r"[\r\n]+")
+"""Between two lines of an output; no others, which may stand in a text of JSON."""
 TOLD_CHARACTERS = 500
 """Of what a program has complained of, for the failure of its rollout."""
 
@@ -94,9 +97,9 @@ class Command:
     async def end_of(self, environment: Mapping[str, str], seconds: float) -> End:
         """Runs the program once, for so long at most. Cancelled, it is killed."""
         said, complained = _Output(), _Output()
-        await said.open()
-        await complained.open()
         try:
+            await said.open()
+            await complained.open()
             process = await asyncio.create_subprocess_exec(
                 *self.command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -109,12 +112,12 @@ class Command:
         except (OSError, ValueError) as error:
             await said.close()
             await complained.close()
-            return End(failure=Failure("not_started", f"{self.command[0]}: {error}"))
+            return failed("not_started", f"{self.command[0]}: {error}")
         try:
             async with asyncio.timeout(seconds):
                 code = await process.wait()
         except TimeoutError:
-            return End(failure=Failure("timeout", f"it was killed after {seconds:g} s"))
+            return failed("timeout", f"it was killed after {seconds:g} s")
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -123,7 +126,7 @@ class Command:
         told = complaint.strip()[-TOLD_CHARACTERS:]
         if code:
             how = f"exit_{code}" if code > 0 else f"signal_{-code}"
-            return End(failure=Failure(how, told))
+            return failed(how, told)
         return read_end(output, told)
 
 
@@ -133,6 +136,7 @@ class _Output:
     def __init__(self) -> None:
         self.writing = -1
         self._kept = deque[bytes]()
+        self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """The process may be given the end `writing`."""
@@ -153,6 +157,8 @@ class _Output:
 
     async def close(self) -> str:
         """What was written, once the process has ended."""
+        if self._task is None:  # it was not opened
+            return ""
         os.close(self.writing)
         await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)  # who left the process group may still hold it
         self._task.cancel()
@@ -170,32 +176,38 @@ def read_end(output: str, complained: str = "") -> End:
         >>> read_end("done").failure.kind
         'no_reward'
     """
-    for line in reversed(output.splitlines()):
+    for line in reversed(LINE_ENDS.split(output)):
         if not line.strip():
             continue
         try:
             found = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        return _end(found)
-    return End(failure=Failure("no_reward", complained or "no line of its output is JSON"))
+        try:
+            return checked_end(_end(found))
+        except (InvalidRollout, ValueError, OverflowError, RecursionError) as error:
+            return failed("no_reward", f"its last line of JSON says what is no reward: {error}")
+    return failed("no_reward", complained or "no line of its output is JSON")
+
+
+def failed(kind: str, told: str) -> End:
+    """The end of a failed attempt."""
+    return End(failure=Failure(kind, escaped(told)[:TOLD_CHARACTERS]))
 
 
 def _end(found: Any) -> End:
-    wrong = Failure("no_reward", 'its last line of JSON is neither a number nor {"reward": ...}')
     given = found if isinstance(found, dict) else {"reward": found}
     failure, reward, rewards = given.get("failure"), given.get("reward"), given.get("rewards") or {}
     if failure is not None:
-        return End(failure=Failure("failed", str(failure)[:TOLD_CHARACTERS]))
+        return failed("failed", str(failure))
     if not isinstance(rewards, dict) or not all(map(_is_number, rewards.values())):
-        return End(failure=wrong)
+        rewards, reward = {}, None
     if reward is None and len(rewards) == 1:
         reward = next(iter(rewards.values()))
     if reward is None or not _is_number(reward):
-        return End(failure=wrong)
-    return End(reward=float(reward), rewards={str(name)[:64]: float(value) for name, value in rewards.items()})
+        return failed("no_reward", 'its last line of JSON is neither a number nor {"reward": ...}')
+    return End(reward=float(reward), rewards={escaped(name)[:64]: float(value) for name, value in rewards.items()})
 
 
 def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and abs(value) <= 1e12
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER

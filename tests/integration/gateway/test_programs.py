@@ -16,7 +16,7 @@ from gateway_stage import Stage, engine_samples, trained_samples
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.store.open_rollouts import open_rollouts
+from rlbuffer.store.open_rollouts import checked_end, open_rollouts
 from rlbuffer.worker.envs.command import read_end
 from rlbuffer.worker.loop import run_worker
 
@@ -166,8 +166,45 @@ def test_a_worker_that_is_stopped_ends_its_programs(stage: Stage, monkeypatch: p
         ("[" * 100_000, None, "no_reward"),
         ("", None, "no_reward"),
         ('{"failure": {"a": 1}}', None, "failed"),
+        ("9" * 310, None, "no_reward"),
+        ("9" * 4000, None, "no_reward"),
+        ("-" + "9" * 310, None, "no_reward"),
+        ('{"rewards": {"a": %s}}' % ("9" * 310), None, "no_reward"),
+        ('{"reward": 1, "rewards": {"a": %s}}' % ("9" * 310), None, "no_reward"),
+        ("9" * 5000, None, "no_reward"),
+        ('{"failure": "\\ud83d"}', None, "failed"),
+        ('{"failure": "%s\\ud83d"}' % ("a" * 499), None, "failed"),
+        ('{"reward": 1, "rewards": {"\\ud83d": 1}}', 1.0, None),
+        ('{"failure": ' + "[" * 900 + "1" + "]" * 900 + "}", None, "failed"),
+        ('{"reward": 0.5, "note": "a\u2028b\x85c"}', 0.5, None),
+        ('1%\r50%\r{"reward": 0.5}\r\n', 0.5, None),
     ],
 )
 def test_the_last_line_of_json_is_the_end(output: str, reward: float | None, kind: str | None) -> None:
     end = read_end(output)
     assert (end.reward, end.failure and end.failure.kind) == (reward, kind)
+    assert checked_end(end) == end
+    if end.failure is not None:
+        assert end.failure.message == end.failure.message.encode().decode()
+
+
+@pytest.mark.parametrize("line", ["9" * 310, '{"failure": "\\ud83d"}', '{"reward": 1, "rewards": {"\\ud83d": 1}}'])
+def test_an_odd_last_line_of_one_program_leaves_the_others_their_reward(stage: Stage, line: str) -> None:
+    program = f"import os\nodd = {line!r}\n{ASKING}\nprint(odd if os.environ['TASK_INDEX'] == '0' else 0.5)"
+    rollouts = played(stage, program, rollouts=3)
+    assert [r.reward for r in rollouts if r.rollout_id[-1] != "0"] == [0.5, 0.5]
+    (odd,) = (r for r in rollouts if r.rollout_id[-1] == "0")
+    assert odd.reward == 1.0 or (odd.failure is not None and odd.failure.kind in ("failed", "no_reward"))
+
+
+def test_what_goes_wrong_on_the_host_is_a_failed_attempt_of_its_kind(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", no_room)
+    (rollout,) = played(stage, ASKING, rollouts=1)
+    assert rollout.failure is not None
+    assert rollout.failure.kind == "not_started"
+    assert "Too many open files" in rollout.failure.message
