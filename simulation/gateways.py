@@ -150,12 +150,14 @@ class Gateway:
             if not self.store.may_sample():
                 heard(REFUSED)
                 return
+            before = next(iter(self.store.read_calls(name, [found.history_call] if found.history_call else [])), None)
             world.scheduler.wait(world.dice.expovariate(1 / world.plan.sample_seconds))
             if world.dice.random() < ODD_AGENT:
                 self.store.touch(capability)  # as for an engine that takes long
             world.samples += 1
             sampled = OpenCall(
-                after=found.history_call,
+                after=before.number if before is not None else 0,
+                after_id=before.id if before is not None else "",
                 prompt=np.array([PROMPT], np.int32),
                 tokens=np.array([FIRST_SAMPLE + world.samples], np.int32),
                 logprobs=np.array([-0.5], np.float32),
@@ -171,7 +173,7 @@ class Gateway:
                 return
             answer = recorded.call
         heard(name, answer.number, int(answer.tokens[0]))
-        self.store.heard(capability, request, answer.number)
+        self.store.heard(capability, request, answer.number, call_id=answer.id)
 
     def end(self, capability: str, end: End) -> str:
         """The end of an open rollout."""

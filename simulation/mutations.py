@@ -220,6 +220,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _opened("ticket-begins-twice", "begin", " or redis.call('EXISTS', group_key) == 1", "", "stops"),
     _opened("call-recorded-twice", "call", "if newest and newest ~= seen then", "if false then"),
+    _opened("call-recorded-again", "call", "if known_as then", "if false then", "network"),
+    _opened(
+        "call-behind-what-is-lost",
+        "call",
+        "if after ~= '0' and not is_there(after, after_id) then",
+        "if false then",
+        "server",
+        rollback=True,
+        sample_seconds=0.5,
+    ),
     _opened("call-after-the-end", "call", "if known[1] ~= 'open' then", "if false then"),
     _opened("call-of-anybody", "call", "if not known[1] or known[2] ~= capability then", "if not known[1] then"),
     _opened(

@@ -36,6 +36,10 @@ class OpenedRollout:
     def call(self, number: bytes) -> bytes:
         return self.fields.get(b"c:" + number, b"")
 
+    def has(self, number: bytes, call_id: bytes) -> bool:
+        """Its call with that number is the one with that id, or any where none is asked for."""
+        return self.fields.get(b"i:" + call_id) == number if call_id else bool(self.call(number))
+
 
 @dataclass(slots=True)
 class OpenedGroup:
@@ -149,7 +153,9 @@ class Opened:
             return [b"ENDED", its.get(b"end", b"")]
         answer = b""
         if action == b"record":
-            line, request, seen, after, history, call, oldest, tokens, most_calls, most_bytes = more
+            line, request, seen, after, history, call, oldest, tokens, most_calls, most_bytes, call_id, after_id = more
+            if b"i:" + call_id in its:
+                return [b"SAME", its[b"i:" + call_id]]
             newest = its.get(b"r:" + request)
             if newest is not None and newest != seen:
                 return [b"DUP", newest, rollout.call(newest)]
@@ -159,15 +165,16 @@ class Opened:
             calls, size = int(its[b"calls"]), int(its[b"bytes"])
             if calls >= int(most_calls) or size + len(call) > int(most_bytes):
                 return [b"FULL", its[b"calls"], its[b"bytes"]]
-            if after != b"0" and not rollout.call(after):
+            if after != b"0" and not rollout.has(after, after_id):
                 return [b"MISSING", after]
             answer = b"%d" % (calls + 1)
             its |= {b"calls": answer, b"c:" + answer: call, b"r:" + request: answer, b"h:" + history: answer}
+            its[b"i:" + call_id] = answer
             its |= {b"bytes": b"%d" % (size + len(call)), b"tokens": b"%d" % (int(its[b"tokens"]) + int(tokens))}
             its[b"oldest"] = b"%d" % min(int(oldest), int(its.get(b"oldest", oldest)))
             self._count(env, b"calls", 1)
             self._count(env, b"tokens", int(tokens))
-        elif more[1] != b"0":
+        elif more[1] != b"0" and rollout.has(more[1], more[2]):
             its[b"a:" + more[0]] = more[1]
         its[b"heard"] = b"%d" % self._now()
         rollout.deadline = self._now() + int(its[b"idle"])

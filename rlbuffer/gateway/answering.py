@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,6 +62,8 @@ CONFIG_SECONDS = 5.0
 """For so long the run's `max_age` counts."""
 RECORD_SECONDS = 300.0
 """Longest that a sampled answer waits for a server that is away."""
+ANSWER_TRIES = 3
+"""Times that an answer is begun anew where the server has lost what it goes on from."""
 RETRY_SECONDS = 2.0
 """What an agent is told to wait."""
 LONGEST_ANSWER = 8192
@@ -147,7 +150,7 @@ class Answering:
         """The agent has the answer. What cannot be noted is told again to whoever asks the same."""
         digest = request_digest(request, beginnings(request)[-1])
         with suppress(OpenRolloutUnknown, ServerUnreachable, ServerRefused, RunGone, EpochChanged):
-            await in_thread(lambda: self._store.heard(capability, digest, call.number))
+            await in_thread(lambda: self._store.heard(capability, digest, call.number, call_id=call.id))
 
     async def count_tokens(self, request: AgentRequest) -> int:
         """Tokens of a whole rendering. Raises Refused."""
@@ -202,14 +205,34 @@ class Answering:
     async def _answer(
         self, key: tuple[str, str], request: AgentRequest, dialect: Dialect, chain: list[str], is_retry: bool
     ) -> OpenCall:
-        """The recorded call that answers a request. Raises Refused."""
+        """The recorded call that answers a request. Raises Refused.
+
+        A server that comes back without its newest writes may have lost what the answer goes on from while it was
+        sampled. What was sampled then is of no use, and nobody has heard it: the answer is begun anew.
+        """
+        for _ in range(ANSWER_TRIES):
+            try:
+                return await self._answered(key, request, dialect, chain, is_retry)
+            except NotFound:
+                _log.warning("the server has lost the call that another one goes on from: that one is sampled again")
+        raise Refused(
+            "the server has lost the call that this one goes on from: ask again",
+            status=HTTPStatus.SERVICE_UNAVAILABLE,
+            code="server_away",
+            retry_seconds=RETRY_SECONDS,
+        )
+
+    async def _answered(
+        self, key: tuple[str, str], request: AgentRequest, dialect: Dialect, chain: list[str], is_retry: bool
+    ) -> OpenCall:
+        """One try of :meth:`_answer`. Raises Refused, NotFound."""
         capability, digest = key
         begun = time.monotonic()
         found = await self._look_up(capability, digest, [chain[j] for j in answers_in(request.messages)])
         others = {flight.number for flight in self._flights.get(key, ()) if flight.listeners}
         if found.request_call and (is_retry or not (found.is_heard or found.request_call in others)):
-            known = await self._told(lambda: self._store.read_calls(found.rollout.name, [found.request_call]))
-            if known:
+            known = await self._kept(found.rollout.name, [found.request_call])
+            if known and known[0].details.get("request") == digest:
                 self.tally.again += 1
                 return known[0]
         await self._check(capability, found)
@@ -218,6 +241,7 @@ class Answering:
         call = await self._sampled(capability, request, found, at)
         engine_seconds = time.monotonic() - engine_begun
         after = following(chain[-1], dialect.returned(call.details["message"]))
+        call = replace(call, details={**call.details, "request": digest, "history": after})
         recorded = await self._recorded(capability, call, digest, after, found, is_retry=is_retry)
         self.tally.calls += 1
         self.tally.tokens += len(call.tokens)
@@ -306,13 +330,12 @@ class Answering:
     def _call(
         self, answer: Answer, request: AgentRequest, kept: list[OpenCall], new: NDArray[np.int32], length: int
     ) -> OpenCall:
-        made, message = secrets.token_hex(12), dict(answer.message)
+        made, message = uuid.uuid4().hex[:16], dict(answer.message)
         if "tool_calls" in message:
             message["tool_calls"] = [
                 {**call, "id": call["id"] or f"call_{made}_{i}"} for i, call in enumerate(message["tool_calls"])
             ]
         details = {
-            "id": made,
             "message": message,
             "stopped_by": answer.stopped_by,
             "is_ended": answer.is_ended,
@@ -325,7 +348,9 @@ class Answering:
             "path": [call.number for call in kept],
         }
         return OpenCall(
+            id=made,
             after=kept[-1].number if kept else 0,
+            after_id=kept[-1].id if kept else "",
             prompt=new,
             tokens=answer.completion.tokens,
             logprobs=answer.completion.logprobs,
@@ -335,12 +360,27 @@ class Answering:
         )
 
     async def _history(self, found: Found) -> list[OpenCall]:
-        """The calls from the beginning of the sequence to the one that is gone on from; none where one is damaged."""
-        name, last = found.rollout.name, found.history_call
-        calls = await self._told(lambda: self._store.read_calls(name, [last]))
-        path = calls[0].details.get("path", []) if calls else []
-        before = await self._told(lambda: self._store.read_calls(name, path)) if path else []
-        return [*before, *calls] if len(before) == len(path) else []
+        """The calls from the beginning of the sequence to the one that is gone on from; none where one is damaged, or
+        the server has lost it since it was looked up and gave its number to another one."""
+        name = found.rollout.name
+        last = await self._kept(name, [found.history_call])
+        if not last or last[0].details.get("history") != found.history:
+            return []
+        path = last[0].details.get("path", [])
+        calls = [*await self._kept(name, path), *last]
+        links = all(call.after_id == before.id for before, call in pairwise(calls))
+        return calls if len(calls) == len(path) + 1 and links else []
+
+    async def _kept(self, name: str, numbers: list[int]) -> list[OpenCall]:
+        """These calls as the server has them; none where one is damaged. Raises Refused."""
+
+        def read() -> list[OpenCall]:
+            try:
+                return self._store.read_calls(name, numbers) if numbers else []
+            except PayloadError:
+                return []
+
+        return await self._told(read)
 
     async def _recorded(
         self, capability: str, call: OpenCall, digest: str, history: str, found: Found, *, is_retry: bool
@@ -348,6 +388,10 @@ class Answering:
         """What stands for the request on the server: this call, or the one that was faster.
 
         What was sampled is kept: it waits for a server that is away for much longer than anything else does.
+
+        Raises:
+            Refused.
+            NotFound: the server has lost the call that it goes on from.
         """
         seen, deadline = found.request_call, time.monotonic() + RECORD_SECONDS
         record = partial(self._store.record, capability, call, request=digest, history=history, line=found.line)
@@ -361,8 +405,7 @@ class Answering:
                     status=HTTPStatus.CONFLICT,
                     code="stale",
                 ) from error
-            is_ours = recorded.is_new or recorded.call.details.get("id") == call.details["id"]
-            if is_ours or is_retry:
+            if recorded.call.id == call.id or is_retry:
                 return recorded.call
             seen = recorded.number  # another agent's, who asked the same at the same time: this is a call of its own
 
@@ -375,10 +418,14 @@ class Answering:
 
     # -- the server ----------------------------------------------------------------------------------------------------
     async def _told(self, ask: Callable[[], T], *, until: float = 0.0) -> T:
-        """The server's answer, from a thread of its own: no call waits for another one's. Raises Refused.
+        """The server's answer, from a thread of its own: no call waits for another one's.
 
         Args:
             until: monotonic; asked again until then while the server is away.
+
+        Raises:
+            Refused.
+            EpochChanged, NotFound: of what is recorded.
         """
         while True:
             try:
@@ -403,9 +450,9 @@ class Answering:
                 ) from error
             except OpenRolloutFull as error:
                 raise Refused(str(error), status=HTTPStatus.CONFLICT, code="rollout_full") from error
-            except (RunGone, NotFound, PayloadError) as error:
-                if isinstance(error, EpochChanged):
-                    raise
+            except EpochChanged:
+                raise
+            except (RunGone, PayloadError) as error:
                 raise Refused(
                     f"what the server has of this open rollout cannot be used ({type(error).__name__}): begin another",
                     status=HTTPStatus.CONFLICT,
@@ -434,7 +481,7 @@ def told_of(call: OpenCall) -> Told:
     """A recorded call, to be told."""
     details = call.details
     return Told(
-        id=str(details["id"]),
+        id=call.id,
         message=details["message"],
         finish_reason=call.finish_reason,
         stopped_by=str(details["stopped_by"]),

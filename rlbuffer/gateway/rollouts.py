@@ -60,7 +60,7 @@ def rollout_of(calls: Sequence[OpenCall], end: End, *, rollout_id: str, version:
         further=tuple(TokenSequence(**one) for one in further),
         finish_reason=calls[-1].finish_reason,
         failure=failure,
-        metadata={**dict(end.details), "calls": [str(call.details.get("id", "")) for call in calls]},
+        metadata={**dict(end.details), "calls": [call.id for call in calls]},
         rollout_id=rollout_id,
         reward=None if failure else end.reward,
         rewards=end.rewards,

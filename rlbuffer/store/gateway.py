@@ -178,24 +178,29 @@ class GatewayStore(WorkerStore):
     def record(self, capability: str, call: OpenCall, *, request: str, seen: int, history: str, line: int) -> Recorded:
         """CALL: `call` is part of its open rollout. Safe to repeat, and never refused for memory.
 
-        It is recorded only while the newest call of `request` is the one that was `seen` (`Found.request_call`); else
-        the one that is there is answered, and is what the agent must hear. `line` is `Found.line`, as it was before
+        A call that is there already, by its id, is answered as it stands. Another one is recorded only while the newest
+        call of `request` is the one that was `seen` (`Found.request_call`); else the one that is there is answered, and
+        is what the agent must hear. `line` is `Found.line`, as it was before
         anything was sampled.
 
         Raises:
             OpenRolloutUnknown, OpenRolloutEnded.
             OpenRolloutFull: it has :data:`~rlbuffer.store.open_rollouts.MOST_CALLS` calls, or
                 :data:`~rlbuffer.store.open_rollouts.MOST_BYTES` bytes.
-            NotFound: the call that it goes on from is not there.
+            NotFound: the call that it goes on from is not there: the server lost it, and may have given its number to
+                another one. Look up again.
             EpochChanged: the run is in another line of versions: look it up again.
         """
         data = call.encoded()
         oldest = min([span.policy_version for span in call.version_spans], default=0)
         args = [line, request, seen, call.after, history, data, oldest, len(call.tokens), MOST_CALLS, MOST_BYTES]
+        args += [call.id, call.after_id]
         reply = self._call("record", capability, args)
         match text(reply[0]):
             case "OK":
                 return Recorded(number=int(reply[1]), is_new=True, call=OpenCall.decoded(data, int(reply[1])))
+            case "SAME":
+                return Recorded(number=int(reply[1]), is_new=False, call=OpenCall.decoded(data, int(reply[1])))
             case "DUP":
                 return Recorded(number=int(reply[1]), is_new=False, call=OpenCall.decoded(reply[2], int(reply[1])))
             case "FULL":
@@ -215,18 +220,18 @@ class GatewayStore(WorkerStore):
                 )
         raise self.unexpected("call", reply)
 
-    def heard(self, capability: str, request: str, call: int) -> None:
+    def heard(self, capability: str, request: str, call: int, *, call_id: str = "") -> None:
         """The agent has the answer of a call: the same request is another call from now on. Nothing happens where the
-        open rollout is not there any more, or has ended."""
-        self._touch(capability, request, call)
+        open rollout is not there any more, or has ended, or where the call with that number has another id."""
+        self._touch(capability, request, call, call_id)
 
     def touch(self, capability: str) -> None:
         """Something is at work for an open rollout: its deadline is as far away as after a call."""
-        self._touch(capability, "", 0)
+        self._touch(capability, "", 0, "")
 
-    def _touch(self, capability: str, request: str, call: int) -> None:
+    def _touch(self, capability: str, request: str, call: int, call_id: str) -> None:
         try:
-            self._call("touch", capability, (request, call))
+            self._call("touch", capability, (request, call, call_id))
         except (OpenRolloutUnknown, OpenRolloutEnded):
             return
 

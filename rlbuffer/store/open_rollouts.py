@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import operator
 import re
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -93,10 +94,17 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenCall:
-    """One call of a policy: what it saw behind an earlier call, and what it sampled."""
+    """One call of a policy: what it saw behind an earlier call, and what it sampled.
 
+    A server that lost its newest writes gives their numbers to other calls: the id tells them apart.
+    """
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    """16 hexadecimal digits, of this sample alone; the one that is recorded again has the same."""
     after: int = 0
-    """The call whose prompt and answer it goes on from; 0 begins a new sequence."""
+    """Number of the call whose prompt and answer it goes on from; 0 begins a new sequence."""
+    after_id: str = ""
+    """Id of that call; "" where its number alone is known."""
     prompt: NDArray[np.int32]
     """[P] int32; what is new behind that."""
     tokens: NDArray[np.int32]
@@ -117,7 +125,8 @@ class OpenCall:
         prompt, tokens = (np.ascontiguousarray(ids, np.int32).tobytes() for ids in (self.prompt, self.tokens))
         logprobs = np.ascontiguousarray(self.logprobs, np.float32).tobytes()
         spans = [list(span) for span in self.version_spans]
-        record = [self.after, prompt, tokens, logprobs, spans, self.finish_reason, dict(self.details)]
+        ids = bytes.fromhex(self.id + self.after_id)
+        record = [ids, self.after, prompt, tokens, logprobs, spans, self.finish_reason, dict(self.details)]
         return sealed(payload.dumps(record))
 
     @staticmethod
@@ -125,11 +134,13 @@ class OpenCall:
         """The inverse of :meth:`encoded`, of the call with that number. Raises PayloadError."""
         what = f"call {at} of an open rollout"
         try:
-            after, prompt, tokens, logprobs, spans, finish, details = payload.loads(
+            ids, after, prompt, tokens, logprobs, spans, finish, details = payload.loads(
                 unsealed(data, what), limit=MOST_CALL_BYTES
             )
             return OpenCall(
+                id=ids[:8].hex(),
                 after=int(after),
+                after_id=ids[8:].hex(),
                 prompt=np.frombuffer(prompt, np.int32),
                 tokens=np.frombuffer(tokens, np.int32),
                 logprobs=np.frombuffer(logprobs, np.float32),
@@ -138,7 +149,7 @@ class OpenCall:
                 details=details,
                 number=at,
             )
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise PayloadError(f"{what} cannot be read: {error}") from None
 
 
@@ -207,7 +218,7 @@ class Recorded:
 
     number: int
     is_new: bool
-    """False: another call of the same request is there, and stands for it."""
+    """False: it was there before, or another call of the same request is there and stands for it."""
     call: OpenCall
     """The one that stands."""
 

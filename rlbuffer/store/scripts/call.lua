@@ -1,6 +1,8 @@
 #!lua flags=allow-oom
--- CALL: one call of a policy is part of its open rollout, before its agent hears the answer. Exactly once: a call is
--- recorded while the newest call of its request is the one that its gateway had seen; else what stands there is answered.
+-- CALL: one call of a policy is part of its open rollout, before its agent hears the answer. Exactly once: a call that is
+-- there already, by its id, is not recorded again, whatever was recorded since. It is recorded while the newest call of its
+-- request is the one that its gateway had seen; else what stands there is answered.
+-- A server that lost its newest writes gives their numbers to other calls. So a call is named by its number and its id.
 -- Each call moves the deadline of its rollout, and that of its ticket with it.
 --
 -- KEYS  1 meta   2 open   3 open_rollout   4 tickets of the env   5 open_counts
@@ -9,12 +11,15 @@
 --       record  7 line of versions that it was sampled in   8 request   9 newest call of that request, as its gateway
 --               has seen it ('0': none)   10 call that it goes on from ('0': none)   11 history that ends with its answer
 --               12 the call   13 oldest version of a token   14 tokens sampled   15 most calls   16 most bytes
+--               17 its id   18 id of the call that it goes on from; '' where its number alone is known
 --               -> {'OK', number}            numbers begin with 1
+--                  {'SAME', number}          it is there already
 --                  {'DUP', number, call}     another is the newest one of this request: this
 --                  {'FULL', calls, bytes}    the rollout has as much already
 --                  {'MISSING', number}       the call that it goes on from is not there
 --                  {'LINE', epoch, line}     the run is in another line of versions, or the rollout was begun in another
---       touch   7 request, and 8 number of the call that its agent has heard ('0': none)   -> {'OK'}
+--       touch   7 request, and 8 number of the call that its agent has heard ('0': none)   9 id of that call; '' where
+--               its number alone is known   -> {'OK'}
 -- Reply of both: {'UNKNOWN'}      there is no such rollout, or it has another capability
 --                {'ENDED', end}   it has ended, so
 --                {'GONE'}         the run does not exist
@@ -28,9 +33,17 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local deadline = now + tonumber(known[5])
 
+local function is_there(number, id)
+  if id ~= '' then return redis.call('HGET', rollout_key, 'i:' .. id) == number end
+  return redis.call('HEXISTS', rollout_key, 'c:' .. number) == 1
+end
+
 local calls = ''
 if action == 'record' then
-  local its_line, request, seen, after, history, call, oldest, tokens, most_calls, most_bytes = unpack(ARGV, 7, 16)
+  local its_line, request, seen, after, history, call, oldest, tokens, most_calls, most_bytes, id, after_id
+    = unpack(ARGV, 7, 18)
+  local known_as = redis.call('HGET', rollout_key, 'i:' .. id)
+  if known_as then return {'SAME', known_as} end
   local newest = redis.call('HGET', rollout_key, 'r:' .. request)
   if newest and newest ~= seen then return {'DUP', newest, redis.call('HGET', rollout_key, 'c:' .. newest) or ''} end
   local meta = redis.call('HMGET', meta_key, 'epoch', 'line', 'since')
@@ -39,16 +52,16 @@ if action == 'record' then
   if tonumber(known[6]) >= tonumber(most_calls) or tonumber(known[7]) + #call > tonumber(most_bytes) then
     return {'FULL', known[6], known[7]}
   end
-  if after ~= '0' and redis.call('HEXISTS', rollout_key, 'c:' .. after) == 0 then return {'MISSING', after} end
+  if after ~= '0' and not is_there(after, after_id) then return {'MISSING', after} end
   if known[8] then oldest = string.format('%.0f', math.min(tonumber(known[8]), tonumber(oldest))) end
   calls = string.format('%.0f', tonumber(known[6]) + 1)
-  redis.call('HSET', rollout_key, 'calls', calls, 'c:' .. calls, call, 'r:' .. request, calls, 'h:' .. history, calls,
-    'oldest', oldest)
+  redis.call('HSET', rollout_key, 'calls', calls, 'c:' .. calls, call, 'i:' .. id, calls, 'r:' .. request, calls,
+    'h:' .. history, calls, 'oldest', oldest)
   redis.call('HINCRBY', rollout_key, 'bytes', #call)
   redis.call('HINCRBY', rollout_key, 'tokens', tokens)
   redis.pcall('HINCRBY', counts_key, env .. ':calls', 1)
   redis.pcall('HINCRBY', counts_key, env .. ':tokens', tokens)
-elseif ARGV[8] ~= '0' then
+elseif ARGV[8] ~= '0' and is_there(ARGV[8], ARGV[9]) then
   redis.call('HSET', rollout_key, 'a:' .. ARGV[7], ARGV[8])
 end
 redis.call('HSET', rollout_key, 'heard', string.format('%.0f', now))

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from chat_templates import Family
+from chat_templates import Family, decoded
 from fake_engine import QWEN3, SGLANG, FakeEngine
 from gateway_stage import TOOLS, Stage, engine_samples, trained_samples
 
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.gateway import answering, service
 from rlbuffer.store.gateway import GatewayStore
 
@@ -213,6 +213,73 @@ def test_two_agents_that_ask_the_same_at_once_are_two_calls(stage: Stage, gatewa
     agent.end()
     (rollout,) = stage.rollouts()
     assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
+
+
+def test_a_sample_whose_reply_is_lost_while_another_agent_asks_the_same_is_trained_once(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answering, "RETRY_SECONDS", 0.5)
+    store, agent = stage.first.buffer.store.role(GatewayStore), stage.agent()
+    first, record = list[str](), store.record
+
+    def lossy(capability: str, call: Any, **more: Any) -> Any:
+        recorded = record(capability, call, **more)
+        first.append(call.id)
+        if len(first) == 1:
+            raise ServerUnreachable("the reply is lost")
+        return recorded
+
+    monkeypatch.setattr(store, "record", lossy)
+    stage.engine.holds = True
+    threads = [threading.Thread(target=agent.post, args=("tell me",)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    stage.wait_for(lambda: stage.first.gateway.answering.open_calls == 2)
+    stage.engine.holds = False
+    for thread in threads:
+        thread.join()
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
+
+
+@pytest.mark.parametrize("number_is_given_again", [False, True])
+@pytest.mark.parametrize("moment", ["look_up", "read_calls", "record", "heard"])
+def test_a_server_that_loses_the_last_call_in_the_middle_of_the_next_costs_context_alone(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, moment: str, number_is_given_again: bool
+) -> None:
+    store, agent = stage.first.buffer.store.role(GatewayStore), stage.agent()
+    helper = type(agent)(stage, agent.opened)
+    key, move, losses = store.keys.open_rollout(agent.name), getattr(store, moment), []
+    before = store.client.hgetall(key)
+
+    def lose() -> None:
+        store.client.delete(key)
+        store.client.hset(key, mapping=before)
+        if number_is_given_again:
+            helper.ask("say something else")
+
+    def lossy(*args: Any, **more: Any) -> Any:
+        is_first = not losses
+        losses.append(moment)
+        if is_first and moment != "look_up":
+            lose()
+        found = move(*args, **more)
+        if is_first and moment == "look_up":
+            lose()
+        return found
+
+    agent.ask("say one")
+    monkeypatch.setattr(store, moment, lossy)
+    agent.ask("say two")
+    agent.ask("say three")
+    assert "something else" not in decoded(stage.engine.samples[-1].prompt)  # the helper's words
+    assert agent.end().status_code == 200
+    (rollout,) = stage.rollouts()
+    assert rollout.failure is None
+    found = Counter(trained_samples(rollout))
+    assert max(found.values()) == 1
+    assert set(found) <= set(engine_samples(stage.engine))
 
 
 # -- edges -----------------------------------------------------------------------------------------------------------
@@ -476,12 +543,14 @@ def test_one_damaged_record_is_a_failed_rollout_and_the_others_are_pushed(stage:
     assert failure.kind == "damaged"
 
 
-def test_a_history_that_is_damaged_is_rendered_whole(stage: Stage) -> None:
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_history_that_is_damaged_is_rendered_whole(stage: Stage, damaged: bool) -> None:
     store = stage.first.buffer.store.role(GatewayStore)
     agent = stage.agent()
     agent.ask("say one")
-    store.client.hdel(store.keys.open_rollout(agent.name), "c:1")
-    assert agent.post("say two").status_code in (200, 409)
+    key = store.keys.open_rollout(agent.name)
+    store.client.hset(key, "c:1", b"no call") if damaged else store.client.hdel(key, "c:1")
+    assert agent.post("say two").status_code == 200
 
 
 # -- rights and limits -----------------------------------------------------------------------------------------------

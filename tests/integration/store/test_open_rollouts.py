@@ -193,6 +193,41 @@ def test_of_two_gateways_with_one_request_both_answer_what_was_recorded_first(ru
     assert run.store.look_up(capability).rollout.calls == 1
 
 
+@pytest.mark.parametrize("between", [0, 1, 3])
+def test_a_call_whose_reply_was_lost_is_recorded_once_whatever_came_after_it(run, between):
+    (capability, _) = begin(run).capabilities
+    line, mine = run.store.look_up(capability).line, call(5)
+    others = [call(10 + i) for i in range(between)]
+    for seen, one in enumerate([mine, *others]):
+        run.store.record(capability, one, request="r", seen=seen, history="h", line=line)
+    for seen in (0, 1, between + 1):
+        again = run.again().record(capability, mine, request="r", seen=seen, history="h", line=line)
+        assert (again.number, again.is_new, again.call.id, again.call.tokens.tolist()) == (1, False, mine.id, [5])
+    assert run.store.look_up(capability).rollout.calls == between + 1
+
+
+def test_a_number_that_was_given_to_another_call_after_a_loss_stands_for_that_one_alone(run):
+    begun = begin(run)
+    capability, key = begun.capabilities[0], run.store.keys.open_rollout(begun.names[0])
+    line, before = run.store.look_up(capability).line, run.client.hgetall(key)
+    lost = run.store.record(capability, call(5), request="r", seen=0, history="h", line=line).call
+    run.client.delete(key)  # as a server that comes back without its newest writes
+    run.client.hset(key, mapping=before)
+    other = record(run.store, capability, call(6), "r").call
+    assert other.number == lost.number == 1
+    behind = {"after": 1, "prompt": np.array([7], np.int32)}
+    late = OpenCall(after_id=lost.id, tokens=lost.tokens, logprobs=lost.logprobs, **behind)
+    with pytest.raises(NotFound):
+        record(run.store, capability, late, "r2")
+    run.store.heard(capability, "r", 1, call_id=lost.id)
+    assert not run.store.look_up(capability, request="r").is_heard
+    run.store.heard(capability, "r", 1, call_id=other.id)
+    assert run.store.look_up(capability, request="r").is_heard
+    sound = OpenCall(after_id=other.id, tokens=lost.tokens, logprobs=lost.logprobs, **behind)
+    assert record(run.store, capability, sound, "r2").call.after_id == other.id
+    assert run.store.record(capability, lost, request="r3", seen=0, history="h3", line=line).is_new
+
+
 def test_a_request_that_was_heard_may_be_sampled_again(run):
     (capability, _) = begin(run).capabilities
     record(run.store, capability, call(5), "r")
