@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from rlbuffer.gateway.request import AgentRequest, Message
+from rlbuffer.gateway.request import AgentRequest, Message, loaded
 
 
 def digest(*parts: Any) -> str:
@@ -61,7 +61,7 @@ def _call(call: Message) -> Any:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = loaded(arguments or "{}")
         except ValueError:  # the model wrote what is no JSON: it counts as the text that it is
             arguments = arguments.strip()
     return [function.get("name"), arguments]

@@ -7,11 +7,18 @@ temperature would be another policy than the one that trains.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+MOST_LEVELS = 128
+"""Levels of a value of JSON."""
+_TOO_DEEP = f"it has more than {MOST_LEVELS} levels"
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""The escape of a surrogate."""
 Message = Mapping[str, Any]
 """``role`` and ``content``; of an assistant also ``tool_calls``, of a tool ``tool_call_id``."""
 
@@ -62,11 +69,53 @@ class AgentRequest:
         }
 
 
+def whole_text(given: str) -> str:
+    """The text as UTF-8 can hold it: half of a surrogate pair, which only an escape of JSON brings, is replaced."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        return given.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return given
+
+
+def loaded(given: str) -> Any:
+    """The value of a text of JSON, which can be sent on: its texts are whole, its numbers finite, its levels few.
+
+    Raises:
+        ValueError: it is none. The message quotes nothing of it.
+    """
+    try:
+        found = json.loads(given, parse_constant=_no_number, parse_float=_finite)
+        if _HALF.search(given):
+            found = json.loads(whole_text(json.dumps(found, ensure_ascii=False)))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    level, levels = [found], 0
+    while level := [part for part in level if isinstance(part, dict | list)]:
+        levels += 1
+        if levels > MOST_LEVELS:
+            raise ValueError(_TOO_DEEP)
+        level = [part for whole in level for part in (whole.values() if isinstance(whole, dict) else whole)]
+    return found
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(digits: str) -> float:
+    if not math.isfinite(number := float(digits)):
+        raise ValueError("a number is larger than any double")
+    return number
+
+
 def parsed_arguments(call: Message) -> dict[str, Any]:
     """The arguments of a call as an object; what the model wrote is under ``raw`` where it is none."""
     written = call["function"]["arguments"]
     try:
-        found = json.loads(written or "{}")
+        found = loaded(written or "{}")
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {"raw": written}

@@ -48,7 +48,7 @@ from rlbuffer.gateway.dialects.messages import MESSAGES
 from rlbuffer.gateway.dialects.responses import RESPONSES
 from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.pulse import Pulse
-from rlbuffer.gateway.request import AgentRequest, Refused, mapping, required, text
+from rlbuffer.gateway.request import AgentRequest, Refused, loaded, mapping, required, text
 from rlbuffer.gateway.rollouts import checked_about
 from rlbuffer.gateway.sweeping import Sweeper
 from rlbuffer.gateway.tokens import TOKEN_FILE, is_authorized, token_for
@@ -413,10 +413,11 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
     """
     if request.content_type != JSON:
         raise Refused(f"the body must be JSON, with the header Content-Type: {JSON}", code="invalid_content_type")
+    data = await request.read()
     try:
-        return mapping(json.loads(await request.read()), "the body")
-    except (ValueError, RecursionError) as error:
-        raise Refused("the body is no JSON object", code="invalid_json") from error
+        return mapping(loaded(data.decode(json.detect_encoding(data), "replace")), "the body")
+    except ValueError as error:
+        raise Refused(f"the body cannot be read: {error}", code="invalid_json") from None
 
 
 def _end_of(body: Mapping[str, Any]) -> End:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import InvalidRollout, RequestFailed, SamplerUnavailable
-from rlbuffer.gateway.request import AgentRequest, Message
+from rlbuffer.gateway.request import AgentRequest, Message, whole_text
 from rlbuffer.records.rollout import check_logprobs
 from rlbuffer.worker.samplers.base import Completion, Sampling
 
@@ -131,23 +131,19 @@ def message_of(told: Any, url: str) -> dict[str, Any]:
     content, thought = told.get("content"), told.get("reasoning") or told.get("reasoning_content")
     if not isinstance(content, str | None) or not isinstance(thought, str | None):
         raise RequestFailed(f"{url} answered with a message whose content is no text")
-    message: dict[str, Any] = {"role": "assistant", "content": content or ""}
+    message: dict[str, Any] = {"role": "assistant", "content": whole_text(content or "")}
     if thought:
-        message["reasoning_content"] = thought
+        message["reasoning_content"] = whole_text(thought)
     calls = []
     for call in told.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestFailed(f"{url} answered with a tool call that names no function")
-        arguments = function.get("arguments")
-        call_id = call.get("id")
-        calls.append(
-            {
-                "id": call_id if isinstance(call_id, str) and call_id else "",
-                "type": "function",
-                "function": {"name": function["name"], "arguments": arguments if isinstance(arguments, str) else "{}"},
-            }
-        )
+        call_id, arguments = call.get("id"), function.get("arguments")
+        call_id = whole_text(call_id) if isinstance(call_id, str) else ""
+        arguments = whole_text(arguments) if isinstance(arguments, str) else "{}"
+        named = {"name": whole_text(function["name"]), "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": named})
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 

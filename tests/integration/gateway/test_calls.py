@@ -674,6 +674,72 @@ def test_bodies_that_are_no_requests_are_refused_in_the_form_of_their_dialect(st
         assert ("type" in refused.json()) == (path == "messages")
 
 
+HALF = "caf\udce9"
+"""Half of a surrogate pair: what JavaScript and Python write of a file that is no UTF-8."""
+DEEP = "[" * 3_000
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    """A conversation in which a model has called a tool with this."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "say it"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "a plant"},
+        {"role": "user", "content": "say more"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": f"say {HALF}"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+        {"messages": [*called("{}")[:2], {"role": "tool", "tool_call_id": HALF, "content": HALF}]},
+        {"messages": [{"role": "system", "content": HALF}, {"role": "user", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "x", "name": HALF}]},
+        {"messages": called("{}"), "model": HALF},
+        {"messages": called("{}"), "stop": [HALF]},
+        {"messages": called("{}"), "reasoning_effort": HALF},
+        {
+            "messages": called("{}"),
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {HALF: {"const": HALF}}}}],
+        },
+        *({"messages": called(text)} for text in (DEEP, '{"a": NaN}', "NaN", "1e999", f'{{"a": {DEEP}', "9" * 5000)),
+        {"messages": called(json.dumps({"a": HALF}))},
+        {"messages": called('{"a": "' + HALF + '"}')},
+        {"messages": called("{" * 500 + "}" * 500)},
+        {"messages": called('{"a":' * 500 + "1" + "}" * 500)},
+    ],
+    ids=lambda body: str(body)[-60:],
+)
+def test_whatever_a_text_holds_the_call_and_the_next_one_are_answered(stage: Stage, body: dict[str, Any]) -> None:
+    agent = stage.agent()
+    sent_well = {"Content-Type": "application/json"}
+    url, messages = f"{agent.opened['base_url']}/chat/completions", list(body["messages"])
+    for _ in range(2):
+        data = json.dumps({"model": "m", **body, "messages": messages}).encode()
+        response = httpx.post(url, content=data, headers=sent_well, timeout=60)
+        assert response.status_code == 200, response.text
+        messages += [response.json()["choices"][0]["message"], {"role": "user", "content": "say more"}]
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert rollout.failure is None
+    assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
+
+
+def test_what_json_does_not_have_is_refused_wherever_it_stands(stage: Stage) -> None:
+    base = stage.agent().opened["base_url"]
+    for number in ("NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, DEEP + "]" * 3_000, "[" * 300 + "]" * 300):
+        schema = f'"type": "function", "name": "f", "function": {{"name": "f", "parameters": {{"a": {number}}}}}'
+        body = '{"messages": [{"role": "user", "content": "x"}], "input": "x", "tools": [{' + schema + "}]}"
+        for path in ("chat/completions", "messages", "responses", "messages/count_tokens"):
+            sent_well = {"Content-Type": "application/json"}
+            refused = httpx.post(f"{base}/{path}", content=body, headers=sent_well, timeout=60)
+            assert refused.status_code == 400, (number[:9], path)
+            assert refused.json()["error"]["message"].startswith("the body cannot be read")
+
+
 def test_a_request_that_is_too_large_is_refused_in_the_form_of_its_dialect(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
