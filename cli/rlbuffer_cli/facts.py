@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.text import Text
 
+from rlbuffer.client.agent_calls import call_count, call_of
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.spoken import Said, in_line, question_among
 from rlbuffer.client.texts import Texts
-from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
+from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView, Underway
 from rlbuffer.errors import NotFound
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import ClosedBy, State
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer_cli import look
 from rlbuffer_cli.lenses import numbers_of
+from rlbuffer_cli.open_rollouts import standing
 from rlbuffer_cli.table import View, of_tuples
 from rlbuffer_cli.tables import MemberRow, member_rows, shared_words, version_range, worst_rows
 from rlbuffer_cli.text import as_json, cut, moment, signs, time_of
@@ -166,16 +168,26 @@ def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
 
 def verdict(member: RolloutView) -> list[str]:
     """What a rollout earned, in all and in parts, how long it is, and why it ended."""
+    calls = 0 if member.rollout is None else call_count(member.rollout.sequences)
     facts = [
-        f"failed: {cut(printable(str(member.failure)), LINE_OF_TEXT)}" if member.failure else scored(member.reward),
+        _judged(member),
         *(f"{name} {value:.3f}" for name, value in member.rewards.items()),
         "" if member.advantage is None else f"advantage {signs(f'{member.advantage:+.4f}')}",
         plural(member.length, "token"),
         f"{len(member.rollout.further) + 1} sequences" if member.rollout is not None and member.rollout.further else "",
+        plural(calls, "call") if calls else "",
         member.name,
         member.finish_reason,
     ]
     return [fact for fact in facts if fact]
+
+
+def _judged(member: RolloutView) -> str:
+    if member.failure:
+        return f"failed: {cut(printable(str(member.failure)), LINE_OF_TEXT)}"
+    if member.underway is not None and member.reward is None:
+        return standing(member.underway.rollout).plain
+    return scored(member.reward)
 
 
 def panels(detail: GroupDetail, member: RolloutView) -> list[tuple[str, str, dict[str, str]]]:
@@ -190,6 +202,8 @@ def panels(detail: GroupDetail, member: RolloutView) -> list[tuple[str, str, dic
     size = {"prompt": f"{member.prompt_tokens:,}", "trained": f"{member.loss_tokens:,}"}
     size |= {} if member.logprob_mean is None else {"logprob, mean": signs(f"{member.logprob_mean:.3f}")}
     size |= {"stop": member.finish_reason} if member.finish_reason else {}
+    if rollout is not None and (calls := call_count(rollout.sequences)):
+        size["calls"] = f"{calls:,}"
     size["sampled by"] = version_range(member)
     if view.age is not None:
         size["age"] = str(view.age + view.min_version - member.min_version)
@@ -224,8 +238,10 @@ def sections(member: RolloutView, texts: Texts) -> list[Section]:
 def _title(rollout: Rollout, start: int, end: int, spoken: str) -> str:
     turn = next((turn for turn in rollout.turns if turn.start <= start < turn.end), None)
     role = turn.role if turn else "" if rollout.turns else "prompt" if end <= rollout.prompt_tokens else "sampled"
+    call = call_of(turn) if turn is not None and turn.start == start else 0
     reward = f"reward {turn.reward:g}" if turn is not None and turn.reward is not None and turn.start == start else ""
-    return " · ".join(filter(None, (spoken or role, plural(end - start, "token"), reward)))
+    named = f"call {call}" if call else ""
+    return " · ".join(filter(None, (named, spoken or role, plural(end - start, "token"), reward)))
 
 
 def life(view: GroupView, member: RolloutView) -> list[str]:
@@ -237,6 +253,8 @@ def life(view: GroupView, member: RolloutView) -> list[str]:
     if rollout is not None:
         is_said = not rollout.is_truncated or rollout.finish_reason == "length"
         stop = f"{rollout.finish_reason}{'' if is_said else ' (truncated)'}".strip()
+    if member.underway is not None:
+        return _life_so_far(member.underway, sampled)
     stages = [f"sampled by {sampled}" + (f", stop: {stop}" if stop else "")]
     if member.failure:
         stages.append(f"failed: {printable(str(member.failure))}")
@@ -252,6 +270,21 @@ def life(view: GroupView, member: RolloutView) -> list[str]:
     if view.state == State.DROPPED:
         return [*stages, f"dropped{waited} ({view.reason}{f': {printable(view.detail)}' if view.detail else ''})"]
     return stages + ([view.state] if view.state != State.PACKED else [])
+
+
+def _life_so_far(underway: Underway, sampled: str) -> list[str]:
+    """The life of a rollout that is not pushed yet."""
+    opened, now = underway
+    stages = [f"begun {moment(opened.begun_ms / 1000)}"]
+    if opened.calls:
+        stages.append(f"{plural(opened.calls, 'call')} so far, sampled by {sampled}")
+    stages.append(f"heard {duration(max(0.0, now - opened.heard_ms / 1000))} ago")
+    if opened.deadline_ms:
+        left = duration(max(0.0, opened.deadline_ms / 1000 - now))
+        return [*stages, f"open: it counts as abandoned in {left} if nothing is heard"]
+    end = opened.end
+    why = f" (failed: {printable(str(end.failure))})" if end is not None and end.failure is not None else ""
+    return [*stages, f"ended{why}; its group waits for the others, or for its push"]
 
 
 # -- two rollouts ------------------------------------------------------------------------------------------------------

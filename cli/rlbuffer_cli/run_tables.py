@@ -224,6 +224,7 @@ def _groups_of(row: ProcessRow) -> Target | None:
 
 PROCESSES = View(
     name="processes",
+    one="process",
     press="w",
     answers="Who lives, at which version, and what failed last?",
     read=_of_state(process_rows, lambda row: (row.title, row.process.env)),

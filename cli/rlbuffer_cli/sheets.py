@@ -139,7 +139,7 @@ def _rollout(run: WholeRun, detail: GroupDetail, member: RolloutView, most: int)
         found=detail,
     )
     if rollout is None:
-        return sheet
+        return replace(sheet, view=replace(TOKENS, empty=member.lacks))
     if rollout.further:
         rows = facts.rows_of(replace(detail, members=(member,)), texts)
         hint = f"one sequence: rlbuffer inspect {member.rollout_id}.1"

@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from rlbuffer.state.text import plural
 from rlbuffer_cli import look
 from rlbuffer_cli.text import MINUS, WIDE, signs
 
@@ -90,6 +91,10 @@ class View:
     """The item that it is a part of, and stays with in every order."""
     more: Callable[[Any], Sequence[str]] = lambda item: ()
     """All that is known of an item, where that is more than its row."""
+    one: str = ""
+    """What an item is called; "" for the name without its s."""
+    many: str = ""
+    """What items are called; "" for the name."""
     press: str = ""
     """The key that shows it in the browser."""
     answers: str = ""
@@ -104,7 +109,11 @@ class View:
 
     def nothing(self, where: str) -> str:
         """What stands where no item is: of the filter, where one was given."""
-        return f"no {self.name} match {where!r}" if where else self.empty
+        return f"no {self.many or self.name} match {where!r}" if where else self.empty
+
+    def counted(self, count: int) -> str:
+        """So many items, in words."""
+        return plural(count, self.one or self.name.removesuffix("s"), self.many or self.name)
 
 
 class Fitting(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 from rich.text import Text
 
+from rlbuffer.client.agent_calls import calls_in
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
 from rlbuffer.records.info import folded
@@ -18,6 +19,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer.store.records import PartRollout, by_rollout
 from rlbuffer_cli import look
+from rlbuffer_cli.open_rollouts import OPEN, open_record, standing
 from rlbuffer_cli.plots import small_charts, trends
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS
 from rlbuffer_cli.table import Column, Target, View, bar, figure
@@ -27,6 +29,8 @@ from rlbuffer_cli.view import run_head
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
 NOT_KEPT = "-"
 """Stands for what a dropped group had and its record has not."""
+SHOWN_CALLS = 8
+"""Calls of a sequence that are named."""
 SHOWN_ANSWER, SHOWN_NAME = 160, 20
 """Columns of an answer, and of a sequence's name, in a row."""
 
@@ -110,6 +114,8 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
         "shared_trained": shared.trained if shared else 0,
         "sequences": [rollout_record(its, view) for its in member.sequences()],
     }
+    if member.underway is not None:
+        record["open"] = open_record(member.underway.rollout)
     rollout: Rollout | None = member.rollout
     if rollout is not None:
         record |= {"successes": dict(rollout.successes), "metadata": as_json(rollout.metadata)}
@@ -120,6 +126,7 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
             "logprobs": rollout.logprobs.tolist(),
             "version_spans": [list(span) for span in rollout.version_spans],
             "turns": [as_json(tuple(turn)) for turn in rollout.turns],
+            "calls": [call._asdict() for call in calls_in(rollout)],
             "columns": {name: values.tolist() for name, values in rollout.columns.items()},
             "attachments": {name: values.tolist() for name, values in rollout.attachments.items()},
         }
@@ -170,6 +177,14 @@ def shared_words(member: RolloutView) -> str:
         return ""
     words = f"{plural(shared.tokens, 'token')} shared with {shared.rollout_id.rpartition('/')[2]}"
     return f"{words}, {shared.trained:,} trained before" if shared.trained else words
+
+
+def calls_words(member: RolloutView) -> str:
+    """The calls of an agent that made the sequence; "" of one that came elsewhere."""
+    numbers = [call.number for call in calls_in(member.rollout)] if member.rollout is not None else []
+    if len(numbers) > SHOWN_CALLS:
+        return f"{len(numbers):,} calls, {numbers[0]} to {numbers[-1]}"
+    return f"call{'s' * (len(numbers) > 1)} {' → '.join(map(str, numbers))}" if numbers else ""
 
 
 def version_range(member: RolloutView) -> str:
@@ -232,6 +247,8 @@ class MemberRow(NamedTuple):
             return Text()
         if member.failure:
             return Text(f"failed: {printable(member.failure.kind)}", "dropped")
+        if member.underway is not None:
+            return standing(member.underway.rollout)
         if member.rollout is None:
             return Text("payload gone", "faint")
         if not member.is_truncated:
@@ -256,7 +273,8 @@ def member_rows(
         top = MemberRow(detail.view, member, *most, cut(printable(said), SHOWN_ANSWER), matches(member))
         rows.append(top)
         for one in its:
-            said = cut(printable(" · ".join(filter(None, (shared_words(one), answer(one))))), SHOWN_ANSWER)
+            parts = (calls_words(one), shared_words(one), answer(one))
+            said = cut(printable(" · ".join(filter(None, parts))), SHOWN_ANSWER)
             rows.append(MemberRow(detail.view, one, *most, said, under=top, is_last=one is its[-1]))
     return rows
 
@@ -392,5 +410,5 @@ WORST = View(
         Column("prompt", lambda row: row.member.prompt_id, at=WIDE),
     ),
 )
-VIEWS = {view.name: view for view in (GROUPS, STEPS, PROCESSES, ENVS, PROBLEMS)}
+VIEWS = {view.name: view for view in (GROUPS, STEPS, PROCESSES, ENVS, PROBLEMS, OPEN)}
 """Those that can be listed, by name."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlbuffer.client.details import view_of
 from rlbuffer.client.filters import parse
+from rlbuffer.client.open_groups import open_group, open_group_by_prefix
 from rlbuffer.client.searching import list_details, list_sources, shortest_rollouts
 from rlbuffer.client.spoken import question_among
 from rlbuffer.client.texts import Texts, tokenizer_directory
@@ -29,6 +30,7 @@ from rlbuffer.errors import ArchiveError, NotFound, PayloadError, RlbufferError,
 from rlbuffer.records.group import infos_of
 from rlbuffer.records.info import RolloutInfo, RolloutNumbers, folded
 from rlbuffer.records.states import State
+from rlbuffer_cli.open_rollouts import detail_of as open_detail
 
 if TYPE_CHECKING:
     from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
@@ -84,10 +86,16 @@ class WholeRun:
         return self._read[1]
 
     def group(self, identifier: str) -> GroupDetail:
-        """A group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound."""
+        """A group whole, by its id, a rollout's id, or a unique prefix; also one that agents are at work on. Raises
+        NotFound."""
+        store, group_id = self.buffer.store, identifier.rsplit("/", 1)[0]
+        if (opened := open_group(store, group_id)) is not None:
+            return open_detail(store, opened)
         try:
             detail = self.buffer.group(identifier)
         except NotFound:
+            if (opened := open_group_by_prefix(store, group_id)) is not None:
+                return open_detail(store, opened)
             if (archive := self.archive()) is None:
                 raise
             return detail_of(archive, archive.find(identifier))

@@ -23,6 +23,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.text import counted
 from rlbuffer.store.history import VOID_FIELDS, Committed, Dropped, RunRewound, StepsVoided
+from rlbuffer.store.open_rollouts import OpenRollout
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.records import PartRollout, PoolEntry, is_stream
 from rlbuffer.store.viewer import Viewer
@@ -89,6 +90,14 @@ class SharedBeginning(NamedTuple):
     """Tokens of it that earlier sequences train, and this one does not."""
 
 
+class Underway(NamedTuple):
+    """A rollout that an agent is at work on, or that waits for the others of its group, at one moment."""
+
+    rollout: OpenRollout
+    now: float
+    """Unix seconds, the server's."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutView(RolloutNumbers):
     """One rollout of a group, or one of its sequences; `rollout` is its payload, None when it is gone or damaged."""
@@ -112,11 +121,22 @@ class RolloutView(RolloutNumbers):
     """Its place among the sequences of its rollout; None: it is the whole rollout."""
     shared: SharedBeginning | None = None
     """None of a whole rollout, and of a sequence that begins with a token of its own."""
+    underway: Underway | None = None
+    """None of a rollout that was pushed."""
 
     @property
     def name(self) -> str:
         """The name of the sequence; "" where it has none, and of a rollout of several."""
         return "" if self.rollout is None or self.rollout.further else self.rollout.name
+
+    @property
+    def lacks(self) -> str:
+        """Why it has no tokens; "" where it has."""
+        if self.rollout is not None:
+            return ""
+        if self.underway is None:
+            return "its payload is no longer kept"
+        return "its calls cannot be shown" if self.underway.rollout.calls else "its agent has asked nothing yet"
 
     @property
     def main(self) -> RolloutView:

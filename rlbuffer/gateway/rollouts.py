@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rlbuffer.client.agent_calls import CALL, IDS
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout, TokenSequence
@@ -47,7 +48,7 @@ def rollout_of(calls: Sequence[OpenCall], end: End, *, rollout_id: str, version:
         )
     places = {call.number: place for place, call in enumerate(calls)}
     parents = [places[call.after] if call.after else None for call in calls]
-    paths = paths_of(parents)
+    paths = sorted(paths_of(parents))  # the conversation that began first comes first, however long it goes on
     if len(paths) > MAX_SEQUENCES:
         kind = f"the agent held {len(paths)} conversations, a rollout has {MAX_SEQUENCES} sequences at most"
         failure, paths = failure or Failure("sequences", kind), paths[:MAX_SEQUENCES]
@@ -60,7 +61,7 @@ def rollout_of(calls: Sequence[OpenCall], end: End, *, rollout_id: str, version:
         further=tuple(TokenSequence(**one) for one in further),
         finish_reason=calls[-1].finish_reason,
         failure=failure,
-        metadata={**dict(end.details), "calls": [call.id for call in calls]},
+        metadata={**dict(end.details), IDS: [call.id for call in calls]},
         rollout_id=rollout_id,
         reward=None if failure else end.reward,
         rewards=end.rewards,
@@ -124,6 +125,7 @@ def _path(calls: Sequence[OpenCall], made: dict[int, Call]) -> list[Call]:
                 temperature=float(call.details.get("temperature", 1.0)),
                 role=str(call.details.get("role") or "user")[:64],
                 key=call.number,
+                about={CALL: call.number},
             )
         found.append(made[call.number])
         place += len(call.tokens)

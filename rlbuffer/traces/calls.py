@@ -7,7 +7,7 @@ later one it is context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ class Call:
     """Who spoke the last of the prompt."""
     key: Any = ""
     """The producer's own id."""
+    about: Mapping[str, Any] | None = None
+    """Metadata of the turn that it sampled."""
 
     @property
     def end(self) -> bytes:
@@ -147,7 +149,7 @@ def _sequence(path: Sequence[Call], seen: set[int]) -> Stretch:
         logprobs += [np.zeros(len(context), np.float32), call.logprobs]
         if len(context):
             turns.append(Turn(call.role, position, len(call.prompt)))
-        turns.append(Turn("assistant", len(call.prompt), end))
+        turns.append(Turn("assistant", len(call.prompt), end, metadata=call.about))
         temperatures[len(call.prompt) : end] = call.temperature
         position = end
     return Stretch(

@@ -23,7 +23,6 @@ from rlbuffer_cli import look, sheets
 from rlbuffer_cli.browse.screen import Look, Looking, Open
 from rlbuffer_cli.browse.tokens import TOKENS_PER_WINDOW
 from rlbuffer_cli.facts import best_and_worst
-from rlbuffer_cli.run_tables import PROCESSES
 from rlbuffer_cli.sheets import Sheet
 from rlbuffer_cli.table import LEAST_TEXT, Target, View, fitting, of_tuples, ordered
 from rlbuffer_cli.tables import GROUPS, VIEWS
@@ -156,8 +155,7 @@ class Listing(Look):
             return f"{self.target.name} and {self.target.other}"
         if self.read_where is None:
             return self.target.name
-        one = "process" if self.view is PROCESSES else self.view.name.removesuffix("s")
-        count = plural(len(self.items), one, self.view.name)
+        count = self.view.counted(len(self.items))
         more = f"the first {count} (m: more)" if len(self.items) >= self.limit else count
         where = f" where {self.read_where}" if self.read_where else ""
         order = f", by {self.by}" if self.by else ", newest first" if self.view is GROUPS else ""

@@ -19,7 +19,7 @@ from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW
 from rlbuffer_cli.tables import VIEWS
 from rlbuffer_cli.text import as_json, broken
 
-VIEW_KEYS = "".join(f"{view.press:<4}{view.name:<14}" for view in VIEWS.values() if view.press).rstrip()
+VIEW_KEYS = "".join(f"{view.press:<4}{view.name:<11}" for view in VIEWS.values() if view.press).rstrip()
 ANSWERS = "\n".join(f"  {view.name:<10} {view.answers}" for view in VIEWS.values())
 HELP = f"""
 What each screen answers

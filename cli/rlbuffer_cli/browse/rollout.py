@@ -12,8 +12,10 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 from textual.widgets import Static
 
+from rlbuffer.client.texts import Texts
 from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.client.views import GroupDetail, RolloutView
+from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.pages import Prose
 from rlbuffer_cli.browse.screen import Look, Looking
@@ -98,14 +100,14 @@ class OneRollout(Look):
             (text if is_text else tokens).focus()
         if rollout is None:
             tokens.put(None, None, texts)
-            self.say("! its payload is no longer kept")
+            self.say(f"! {member.lacks}")
         else:
             kept = self.kept.get(drawn.rollout_id, NONE)
             group, origin = self.detail.view, texts.origin(rollout)
             through = lens(group, drawn, NAMES[self.number - 1], column=self.column, origin=origin, kept=kept)
             tokens.kind = self.looking.colours
             tokens.put(drawn, through, texts)
-            text.put(text_lines(rollout.text or "") if is_text else [])
+            text.put(said_lines(rollout, texts) if is_text else [])
             self.query_one("#legend", Static).update(legend_of(through, self.number, tokens.kind))
         self.show_facts()
         self.frame()
@@ -160,6 +162,14 @@ class OneRollout(Look):
                 self.number = 1 if self.number == COLUMN else self.number
             self.say("")
             self.show_member()
+
+
+def said_lines(rollout: Rollout, texts: Texts) -> list[str]:
+    """The text that was pushed: by turns where it names them."""
+    turns = texts.prompt(rollout) + texts.answer(rollout)
+    if not any(turn.role for turn in turns):
+        return text_lines(rollout.text or "")
+    return [line for turn in turns for line in (f"── {turn.role or 'text'} ──", *text_lines(turn.text))]
 
 
 def text_lines(text: str) -> list[str]:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from html import unescape
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from gateway_stage import Stage
+from browsing import Person, browse
+from chat_templates import tokenizer
+from gateway_stage import TOOLS, Agent, Stage
 from looks import lines_of
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group
 
+import rlbuffer
+from rlbuffer.client.agent_calls import calls_in
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.texts import Texts
 from rlbuffer.records.waiting import Cause
@@ -21,9 +30,10 @@ from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.prometheus import RunCollector
 from rlbuffer.state.run_state import RunState
 from rlbuffer.store.operator import OperatorStore
+from rlbuffer.testing import make_group
 from rlbuffer_cli.dashboard import Dashboard
 from rlbuffer_cli.view import run_head, run_view
-from rlbuffer_cli.web.pages import Sources
+from rlbuffer_cli.web.pages import sources_of
 from rlbuffer_cli.web.routes import route
 from rlbuffer_cli.whole_run import WholeRun
 
@@ -48,6 +58,28 @@ def stage(redis_url: str, run_name: str) -> Iterator[Stage]:
     yield made
     made.first.gateway.pulse.close()
     made.close()
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path) -> Path:
+    """The tokenizer of the engine's model."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def agent(stage: Stage) -> Agent:
+    """One that has called a tool, and asked a helper."""
+    made = stage.agent()
+    made.ask('call look_up {"word": "tree"}', tools=TOOLS)
+    made.result("a plant")
+    made.ask(f"say {TEXT}", tools=TOOLS)
+    helper = Agent(stage, made.opened)
+    helper.messages.append({"role": "system", "content": "You are a helper."})
+    helper.ask("say two")
+    return made
 
 
 @pytest.fixture
@@ -100,7 +132,7 @@ def test_what_agents_and_a_gateway_do_is_said_by_metrics_and_screens(stage: Stag
             lines_of(run_view(state)),
             lines_of(Group(*run_head(state, 140))),
             lines_of(Dashboard(title="top", run=state.run, state=state), 140),
-            re.sub(r"<[^>]*>", " ", "".join(route(WholeRun(stage.buffer), Sources(texts=Texts()), "", {}) or ())),
+            page(stage, ""),
         ]
         for screen in screens:
             words = " ".join(" ".join(screen if isinstance(screen, list) else [screen]).split())
@@ -125,3 +157,103 @@ def test_a_run_that_only_agents_feed_misses_no_worker(stage: Stage) -> None:
     state = stage.wait_for(waits)
     assert state.waiting.is_normal
     assert not state.problems
+
+
+# -- open rollouts -------------------------------------------------------------------------------------------------
+def page(stage: Stage, name: str, folder: Path | None = None, **query: str) -> str:
+    """A page of `inspect --web` without its marks."""
+    run = WholeRun(stage.buffer)
+    run.texts = Texts(folder)
+    pieces = "".join(route(run, sources_of(run), name, query) or ())
+    tokens = re.sub(r"</?i[ >][^>]*>?|<style.*?</style>", "", pieces, flags=re.DOTALL)
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", tokens)).split())
+
+
+def test_open_rollouts_are_a_table_of_every_screen(stage: Stage, agent: Agent, call: Call) -> None:
+    opened = stage.begin(2)["open_rollouts"]
+    httpx.post(opened[0]["end_url"], json={"failure": "lost"}, timeout=60)
+    names = [*(one["name"] for one in opened), agent.name]
+    records = {record["name"]: record for record in map(json.loads, call("inspect", "open", "--json")[1].splitlines())}
+    assert list(records) == names
+    assert [(r["state"], r["calls"]) for r in records.values()] == [("ended", 0), ("open", 0), ("open", 3)]
+    assert records[agent.name]["tokens"] == sum(len(sample.tokens) for sample in stage.engine.samples)
+    printed = call("inspect", "open")[1]
+    web = page(stage, "open")
+    rows = [rf"{names[0]} +✕ failed: failed +0 ", rf"{names[1]} +◌ open +0 ", rf"{names[2]} +◌ open +3 "]
+    for screen in (printed, web):
+        assert [row for row in rows if not re.search(row, screen)] == []
+    assert page(stage, "open", where=agent.name).count("◌ open") == 1
+
+    async def tour(person: Person) -> None:
+        await person.press("a")
+        shown = await person.sees("3 open rollouts", *names)
+        assert [row for row in rows if not re.search(row, shown)] == []
+
+    browse(stage.buffer, tour, size=(120, 40))
+    for shown in (printed, web, json.dumps(records)):
+        assert TEXT not in shown
+        assert agent.opened["api_key"].rpartition(".")[2] not in shown
+
+
+def test_an_open_rollout_is_shown_by_its_calls_as_they_come(
+    stage: Stage, agent: Agent, call: Call, tokenizer_folder: Path
+) -> None:
+    group_id = agent.name.rpartition("/")[0]
+    code, printed, _ = call("inspect", f"{agent.name}.0", "--tokenizer", str(tokenizer_folder))
+    assert code == 0
+    for words in ("3 calls so far", "look_up", "a plant", TEXT, "counts as abandoned in"):
+        assert words in printed
+    assert f"assistant {TEXT}" in " ".join(call("inspect", f"{agent.name}.0")[1].split()), "no tokenizer is here"
+    web = page(stage, "rollout", tokenizer_folder, id=group_id, rollout=f"{agent.name}.0")
+    assert re.search(r"call 1 · assistant.*call 2 · assistant", web)
+    assert TEXT in web
+    record = json.loads(call("inspect", agent.name, "--json")[1])
+    assert [[call["number"] for call in one["calls"]] for one in record["sequences"]] == [[1, 2], [3]]
+    assert (record["open"]["state"], record["open"]["calls"]) == ("open", 3)
+
+    async def tour(person: Person) -> None:
+        await person.press("a")
+        await person.sees("1 open rollout", agent.name)
+        await person.press("enter")
+        await person.sees("◌ open", "3 calls", "call 1 · assistant")
+        await person.press("l")
+        await asyncio.to_thread(agent.ask, "say three", tools=TOOLS)
+        await person.sees("4 calls", "call 4 · assistant")
+        await asyncio.to_thread(agent.end, reward=0.25)
+        await person.sees("reward 0.250", "pushed ")
+
+    with rlbuffer.connect(stage.server, run=stage.run, config={"model": {"path": str(tokenizer_folder)}}) as buffer:
+        browse(buffer, tour, size=(140, 60))
+
+
+def test_a_pushed_rollout_says_which_call_made_what_of_it(
+    stage: Stage, agent: Agent, call: Call, tokenizer_folder: Path
+) -> None:
+    agent.end(reward=0.5)
+    (rollout,) = stage.rollouts()
+    assert [[call.number for call in calls_in(one)] for one in rollout.sequences] == [[1, 2], [3]]
+    sampled = [one.tokens[call.start : call.end].tolist() for one in rollout.sequences for call in calls_in(one)]
+    assert sampled == [sample.tokens for sample in stage.engine.samples]
+    printed = " ".join(call("inspect", agent.name)[1].split())
+    assert re.search(r"reward 0.500 · .*3 calls.*├─ 0.0 .*calls 1 → 2 .*└─ 0.1 .*call 3", printed)
+    group_id = agent.name.rpartition("/")[0]
+    assert "call 2 · assistant" in page(stage, "rollout", tokenizer_folder, id=group_id, rollout=agent.name)
+
+
+def test_an_open_group_is_found_by_its_id_also_where_another_begins_so(stage: Stage, call: Call) -> None:
+    stage.begin()
+    stage.begin()
+    stage.buffer.writer("w").push(make_group(env="agents", seed=10, rewards=[1.0]))
+    code, printed, _ = call("inspect", "agents.1")
+    assert (code, "group agents.1 " in printed, "open" in printed) == (0, True, True)
+    assert "agents.10" not in printed
+    assert "reward 1.000" in call("inspect", "agents.10")[1]
+    assert "group agents.1 " in call("inspect", "agents.1/0")[1]
+
+
+def test_calls_that_cannot_be_read_take_no_screen_away(stage: Stage, agent: Agent, call: Call) -> None:
+    store = stage.buffer.store
+    store.connection.client.hset(store.keys.open_rollout(agent.name), "c:2", b"\xc1")
+    code, printed, _ = call("inspect", agent.name)
+    assert (code, "its calls cannot be shown" in printed) == (0, True)
+    assert re.search(rf"{agent.name} +◌ open +3 ", call("inspect", "open")[1])

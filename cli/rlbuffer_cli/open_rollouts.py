@@ -1,0 +1,242 @@
+"""Rollouts under way in agents: their table, and a group of them as any other group is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from rlbuffer.client.agent_calls import calls_in
+from rlbuffer.client.details import view_of
+from rlbuffer.client.open_groups import OpenGroup, unpushed_rollouts
+from rlbuffer.client.run_state import read_run_state
+from rlbuffer.client.spoken import ROLES
+from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, Underway
+from rlbuffer.errors import InvalidRollout, PayloadError
+from rlbuffer.gateway.rollouts import rollout_of
+from rlbuffer.records.group import infos_of
+from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import State
+from rlbuffer.state.text import amount, duration, plural, printable
+from rlbuffer.store.open_rollouts import End, OpenCall, OpenRollout, OpenState, read_calls
+from rlbuffer.store.viewer import Viewer
+from rlbuffer_cli import look
+from rlbuffer_cli.table import Column, Target, View, figure
+from rlbuffer_cli.text import WIDE, signs, utc
+from rlbuffer_cli.view import agents
+
+MOST_BYTES = 64 << 20
+"""Calls of a group that are read; of rollouts beyond it only the numbers are shown."""
+
+
+def standing(rollout: OpenRollout) -> Text:
+    """Where an open rollout stands."""
+    if rollout.end is not None and rollout.end.failure is not None:
+        return Text(f"✕ failed: {printable(rollout.end.failure.kind)}", "dropped")
+    if rollout.state is not OpenState.OPEN:
+        reward = rollout.end.reward if rollout.end is not None else None
+        return Text("ended" if reward is None else signs(f"ended, reward {reward:.3f}"), "ready")
+    if rollout.is_void:
+        return Text("✕ of a line of versions that has ended", "dropped")
+    return Text("◌ open", "forming")
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+class OpenRow(NamedTuple):
+    """An open rollout in a table."""
+
+    underway: Underway
+    version: int
+    """The newest policy version."""
+
+    @property
+    def rollout(self) -> OpenRollout:
+        return self.underway.rollout
+
+    @property
+    def since(self) -> float:
+        """Seconds since its group was begun."""
+        return max(0.0, self.underway.now - self.rollout.begun_ms / 1000)
+
+    @property
+    def heard(self) -> float:
+        """Seconds since its last call, or since its engine was last known to be at work on one."""
+        return max(0.0, self.underway.now - self.rollout.heard_ms / 1000)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until it counts as abandoned if nothing more is heard; None of one that has ended."""
+        return max(0.0, self.rollout.deadline_ms / 1000 - self.underway.now) if self.rollout.deadline_ms else None
+
+    @property
+    def age(self) -> int | None:
+        """Policy versions since its oldest token; None before the first."""
+        oldest = self.rollout.oldest_version
+        return None if oldest is None else max(0, self.version - oldest)
+
+
+def _read(run: Any, where: str, most: int) -> Sequence[OpenRow]:
+    store = run.buffer.store
+    version, now = max(store.policy().version, 0), store.now()
+    rows = [OpenRow(Underway(rollout, now), version) for rollout in unpushed_rollouts(store, most)]
+    return [row for row in rows if where in row.rollout.name]
+
+
+def _agents(run: Any, items: Sequence[OpenRow], width: int) -> Sequence[RenderableType]:
+    said = list(agents(read_run_state(run.buffer.store)).values())
+    return [look.across(said, width)] if said else []
+
+
+def open_record(rollout: OpenRollout) -> dict[str, Any]:
+    """``rlbuffer.open/1``: times in UTC; what its agent said is not in it."""
+    times = {
+        name: utc(ms / 1000) if ms else None
+        for name, ms in (
+            ("begun", rollout.begun_ms),
+            ("heard", rollout.heard_ms),
+            ("deadline", rollout.deadline_ms),
+        )
+    }
+    end = rollout.end
+    return {
+        "schema": "rlbuffer.open/1",
+        "name": rollout.name,
+        "group_id": rollout.group_id,
+        "env": rollout.env,
+        "state": str(rollout.state),
+        **{name: getattr(rollout, name) for name in ("calls", "bytes", "tokens", "oldest_version", "is_void")},
+        **times,
+        "reward": None if end is None else end.reward,
+        "rewards": {} if end is None else dict(end.rewards),
+        "failure": None if end is None or end.failure is None else end.failure._asdict(),
+    }
+
+
+OPEN = View(
+    name="open",
+    one="open rollout",
+    many="open rollouts",
+    press="a",
+    answers="Which agents are at work, how far are they, and when was each last heard?",
+    read=_read,
+    key=lambda row: row.rollout.name,
+    record=lambda row: open_record(row.rollout),
+    opens=lambda row: Target("rollout", row.rollout.name, group=row.rollout.group_id),
+    above=_agents,
+    filter_help="a part of its name, or its env",
+    empty="no rollout is open: agents begin them at a gateway (`rlbuffer gateway`)",
+    columns=(
+        Column("open rollout", lambda row: row.rollout.name),
+        Column("state", lambda row: standing(row.rollout)),
+        figure("calls", lambda row: row.rollout.calls, ","),
+        figure("tokens", lambda row: row.rollout.tokens, amount),
+        figure("heard", lambda row: row.heard, lambda seconds: f"{duration(seconds)} ago"),
+        figure("age", lambda row: row.age, "d"),
+        figure("begun", lambda row: row.since, lambda seconds: f"{duration(seconds)} ago", 1),
+        figure("abandoned in", lambda row: row.left, duration, 2),
+        Column("env", lambda row: row.rollout.env, at=WIDE),
+    ),
+)
+
+
+# -- a group -----------------------------------------------------------------------------------------------------------
+def detail_of(store: Viewer, group: OpenGroup) -> GroupDetail:
+    """A group that is not pushed yet, with all that its agents have said so far."""
+    now, version, room = store.now(), max(store.policy().version, 0), MOST_BYTES
+    members = []
+    for opened in group.rollouts:
+        calls = _calls_of(store, opened) if opened.bytes <= room else []
+        room -= opened.bytes if calls else 0
+        members.append(_member(Underway(opened, now), calls, version))
+    oldest = [rollout.oldest_version for rollout in group.rollouts if rollout.oldest_version is not None]
+    rewards = tuple(member.reward for member in members if member.reward is not None)
+    first = group.rollouts[0]
+    about: Mapping[str, Any] = group.about
+    view = GroupView(
+        group_id=group.group_id,
+        env=first.env,
+        state=State.FORMING,
+        rollouts=len(members),
+        planned_size=len(members),
+        tokens=sum(member.length or member.loss_tokens for member in members),
+        min_version=min(oldest, default=version),
+        max_version=max((member.max_version for member in members), default=version),
+        prompt_id=str(about.get("prompt_id") or ""),
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        rewards=rewards,
+        age=max(0, version - min(oldest)) if oldest else None,
+    )
+    metadata = about.get("metadata")
+    return GroupDetail(
+        view=view,
+        members=tuple(members),
+        answer=about.get("answer"),
+        metadata=metadata if isinstance(metadata, Mapping) else {},
+    )
+
+
+def _calls_of(store: Viewer, rollout: OpenRollout) -> list[OpenCall]:
+    """All calls of it; none where one is damaged."""
+    try:
+        return read_calls(store, rollout.name)
+    except PayloadError:
+        return []
+
+
+def _member(underway: Underway, calls: Sequence[OpenCall], version: int) -> RolloutView:
+    opened, end = underway.rollout, underway.rollout.end or End()
+    rollout = _rollout(opened, calls, end) if calls else None
+    if rollout is not None:
+        return replace(view_of(infos_of([rollout])[0], rollout), underway=underway)
+    oldest = version if opened.oldest_version is None else opened.oldest_version
+    info = RolloutInfo(
+        rollout_id=opened.name,
+        length=0,
+        prompt_tokens=0,
+        loss_tokens=opened.tokens,
+        reward=end.reward,
+        rewards=end.rewards,
+        min_version=oldest,
+        max_version=oldest,
+    )
+    return replace(view_of(info, None), failure=end.failure, underway=underway)
+
+
+def _rollout(opened: OpenRollout, calls: Sequence[OpenCall], end: End) -> Rollout | None:
+    """As it would be pushed now; None where the calls make none: anybody may have written them."""
+    try:
+        rollout = rollout_of(calls, end, rollout_id=opened.name, version=0)
+    except (InvalidRollout, LookupError, TypeError, ValueError):
+        return None
+    text = _text(rollout, {call.number: call for call in calls})
+    return replace(rollout, text=text + " " * (len(text) == rollout.length))  # else it would count as one of characters
+
+
+def _text(rollout: Rollout, calls: Mapping[int, OpenCall]) -> str:
+    """What its first conversation says, where no tokenizer is at hand: answers as the engine has read them."""
+    parts = []
+    for number, *_ in calls_in(rollout):
+        call = calls[number]
+        parts.append(_turn(str(call.details.get("role", "")), f"({plural(len(call.prompt), 'token')})"))
+        parts.append(_turn("assistant", words_of(call.details.get("message"))))
+    return "".join(parts)
+
+
+def _turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role if role in ROLES else 'user'}\n{text}<|im_end|>\n"
+
+
+def words_of(message: Any) -> str:
+    """An answer in words: its text, then what it calls. Anybody may have written it."""
+    if not isinstance(message, Mapping):
+        return ""
+    said = [str(message["content"])] if message.get("content") else []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            said.append(f"{function.get('name')} {function.get('arguments')}")
+    return "\n".join(said)
