@@ -27,10 +27,43 @@ SWEEP_SECONDS = 1.0
 """Seconds between two sweeps."""
 OTHERS_SECONDS = 2.0
 """A group waits for so long for the gateway that ended its last rollout, before another one pushes it."""
+LONGEST_GRACE_SECONDS = 60.0
+"""Longest that agents have, once the server is there again, before anything counts as abandoned."""
+LONGEST_GAP_SECONDS = 10.0
+"""A look at the server that comes later than so long after the one before was held up: others were, too."""
 GROUPS_PER_SWEEP = 16
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 """Pause before a group that could not be pushed is tried again; doubled each time."""
 _log = logging.getLogger(__name__)
+
+
+class Contact:
+    """For how long the server has been there without a break, by its own clock, which deadlines are of.
+
+    While it was away, hung or had its clock set, no agent could say that it is still at work. So could none while no
+    gateway ran, and a process that has just started has seen nothing before.
+    """
+
+    def __init__(self, idle_seconds: float) -> None:
+        self._grace = min(LONGEST_GRACE_SECONDS, idle_seconds)
+        self._gap = SWEEP_SECONDS + min(LONGEST_GAP_SECONDS, idle_seconds)
+        self._since, self._last, self._losses = 0.0, float("-inf"), -1
+
+    def noted(self, now: float, losses: int) -> bool:
+        """The server answers. -> it has been there for as long as agents need to be heard.
+
+        Args:
+            now: the server's clock, seconds.
+            losses: connections that this process has lost.
+        """
+        if not self._last <= now <= self._last + self._gap or losses != self._losses:
+            self._since = now
+        self._last, self._losses = now, losses
+        return now - self._since >= self._grace
+
+    def lost(self) -> None:
+        """The server does not answer, or refuses."""
+        self._last = float("-inf")
 
 
 class Sweeper:
@@ -45,7 +78,7 @@ class Sweeper:
 
     def __init__(self, store: GatewayStore, settings: RunSettings, worker: str, noted: Callable[[Group], None]) -> None:
         self._store, self._settings, self._worker, self._noted = store, settings, worker, noted
-        self._woken = asyncio.Event()
+        self._woken, self._contact = asyncio.Event(), Contact(settings.gateway.idle_seconds)
         self._own = set[str]()
         """Groups of which this gateway ended a rollout: pushed at once."""
         self._seen: dict[str, float] = {}
@@ -86,7 +119,15 @@ class Sweeper:
             await asyncio.sleep(SWEEP_SECONDS)
 
     async def _end_abandoned(self) -> None:
-        names = await in_thread(self._store.end_abandoned)
+        def look() -> list[str]:
+            try:
+                is_there = self._contact.noted(self._store.now(), self._store.losses())
+                return self._store.end_abandoned() if is_there else []
+            except RlbufferError:
+                self._contact.lost()
+                raise
+
+        names = await in_thread(look)
         self.abandoned += len(names)
         for name in names:
             _log.warning("open rollout %s is abandoned: nothing was heard of it. It is a failed attempt", name)

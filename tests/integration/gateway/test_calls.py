@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,6 +19,7 @@ import pytest
 from chat_templates import Family, decoded
 from fake_engine import QWEN3, SGLANG, FakeEngine
 from gateway_stage import TOOLS, Stage, engine_samples, trained_samples
+from own_server import OwnServer
 
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.gateway import answering, service
@@ -444,6 +448,37 @@ def test_a_rollout_of_which_nothing_is_heard_fails_as_abandoned(redis_url: str, 
         assert rollout.reward is None
     finally:
         stage.close()
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("trouble", ["down", "hangs", "gateways"])
+def test_deadlines_that_pass_while_nobody_can_be_heard_end_nothing(tmp_path: Path, trouble: str) -> None:
+    with OwnServer(tmp_path / "own") as server:
+        stage = Stage(server.url, "r", idle_seconds=6.0)
+        try:
+            agent = stage.agent()
+            agent.ask("say one")
+            if trouble == "down":
+                server.kill()
+            elif trouble == "hangs":
+                os.kill(server.pid, signal.SIGSTOP)
+            else:
+                stage.drop(stage.first, kills=True)
+            time.sleep(7.0)
+            if trouble == "down":
+                server.start()
+            elif trouble == "hangs":
+                os.kill(server.pid, signal.SIGCONT)
+            else:
+                stage.first = stage.serve()
+                agent = agent.at(stage.first)
+            time.sleep(4.0)  # its client waits before it asks again
+            assert agent.post("say two", retry=1).status_code == 200
+            assert agent.end().status_code == 200
+            (rollout,) = stage.rollouts()
+            assert rollout.failure is None
+        finally:
+            stage.close()
 
 
 def test_a_call_that_an_engine_works_at_for_long_is_not_abandoned(
