@@ -13,6 +13,7 @@ import pytest
 from disk_runs import run_full_disks
 from door_runs import run_doors
 from failover_runs import run_failovers
+from gateway_runs import run_gateways
 from homes import Home
 from hostile_runs import run_hostile
 from kill_runs import run_kills
@@ -26,8 +27,9 @@ from watched import MISSING
 from worker_kills import run_worker_kills
 
 RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile", "losses", "workers")
-"""In the order in which they run. `doors` needs TRL, and runs where it is named."""
-DOORS = "doors"
+"""In the order in which they run. `doors` needs TRL, `gateway` the clients of OpenAI and Anthropic: they run where they
+are named, in the environment of `make adapters-test`."""
+DOORS, GATEWAY = "doors", "gateway"
 PLACED = RUNS[:4]
 """Those that run on other servers, too."""
 NOT_COVERED = """What this does not cover: power loss (tests/e2e/test_rolled_back_server.py puts an old append-only file
@@ -63,11 +65,14 @@ def main() -> int:
     )
     parser.add_argument("--worker-kills", type=int, default=40, help="kills of a worker in a load (default 40)")
     parser.add_argument("--door-kills", type=int, default=20, help="kills around a trainer of TRL's (default 20)")
+    parser.add_argument("--rollouts", type=int, default=60, help="open rollouts, at least (default 60)")
+    parser.add_argument("--agents", type=int, default=20, help="agents at once (default 20)")
+    parser.add_argument("--window-kills", type=int, default=3, help="kills of a gateway in each window (default 3)")
     parser.add_argument("--keep", action="store_true", help="leave the homes with their logs")
     args = parser.parse_args()
-    unknown = sorted(set(args.runs) - {*RUNS, DOORS})
+    unknown = sorted(set(args.runs) - {*RUNS, DOORS, GATEWAY})
     if unknown:
-        parser.error(f"no such run: {', '.join(unknown)}. There are {', '.join(RUNS)}, {DOORS}")
+        parser.error(f"no such run: {', '.join(unknown)}. There are {', '.join(RUNS)}, {DOORS}, {GATEWAY}")
     if args.sentinels and MISSING:
         parser.error(f"--sentinels needs {' and '.join(MISSING)} on PATH")
     if args.sentinels and args.cluster:
@@ -101,6 +106,7 @@ def again(name: str, args: argparse.Namespace) -> str:
     sizes["disks"] = f"--disks {args.disks} --full-seconds {args.full_seconds:g}"
     sizes["losses"] = f"--losses {args.losses}"
     sizes[DOORS] = f"--door-kills {args.door_kills}"
+    sizes[GATEWAY] = f"--rollouts {args.rollouts} --agents {args.agents} --window-kills {args.window_kills}"
     sizes["hostile"] = f"--moves {args.moves} --pushes {args.pushes}"
     sizes["workers"] = f"--worker-kills {args.worker_kills}"
     where = f"{' --sentinels' * args.sentinels}{' --cluster' * args.cluster}"
@@ -129,6 +135,18 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
             return
         if name == DOORS:
             yield run_doors(home, seed=args.seed, kills=args.door_kills, say=say)
+            return
+        if name == GATEWAY:
+            yield run_gateways(
+                home,
+                seed=args.seed,
+                rollouts=args.rollouts,
+                agents=args.agents,
+                per_window=args.window_kills,
+                leader_kills=2,
+                server_kills=2,
+                say=say,
+            )
             return
         if name == "losses":
             for number, example in enumerate(EXAMPLES):

@@ -69,7 +69,7 @@ def run_takeovers(home: Home, *, rounds: int, steps_between: int, say: Say, plac
 
 def _round(home: Home, buffer: Buffer, serving: dict[str, subprocess.Popen[str]], outcome: Outcome, say: Say) -> float:
     """One halt. -> seconds from it to the other's first commit, by the server's clock."""
-    leader, other = sorted(serving, key=lambda name: _state(home, name) != LEADS)
+    leader, other = sorted(serving, key=lambda name: state_of(home, name) != LEADS)
     lost_before = _count(home, leader, LOST)
     led_before = _count(home, other, LEADS)
     os.kill(serving[leader].pid, signal.SIGSTOP)
@@ -88,7 +88,7 @@ def _round(home: Home, buffer: Buffer, serving: dict[str, subprocess.Popen[str]]
     time.sleep(max(0.0, halted + 1.5 * LEASE_SECONDS - time.monotonic()))
     os.kill(serving[leader].pid, signal.SIGCONT)
     home.wait_until(
-        lambda: _count(home, leader, LOST) > lost_before and _state(home, leader) == STANDS_BY,
+        lambda: _count(home, leader, LOST) > lost_before and state_of(home, leader) == STANDS_BY,
         seconds=PATIENCE_SECONDS,
         why=f"a word of batcher {leader} that it does not lead any more",
     )
@@ -118,7 +118,7 @@ def _count(home: Home, name: str, words: str) -> int:
     return sum(words in line for line in _lines(home, name))
 
 
-def _state(home: Home, name: str) -> str:
+def state_of(home: Home, name: str) -> str:
     """The state in the batcher's last status line."""
     said = [words for line in _lines(home, name) for words in STATES if words in line]
     return said[-1] if said else ""

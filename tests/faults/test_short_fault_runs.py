@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from accounts import check_ledger, check_metrics, check_trained, check_uses
 from aof import commands, keep_files, read_steps, read_written
 from disk_runs import run_full_disks
 from failover_runs import FAILOVER, KILL, MOVE, run_failovers
+from gateway_runs import LEADER, SERVER, differences, run_gateways, stretches
+from gateway_windows import WINDOWS
 from homes import Home
 from hostile_runs import run_hostile
 from kill_runs import run_kills
@@ -19,6 +25,7 @@ from torn_runs import programs, run_torn
 from watched import MISSING
 from worker_kills import run_worker_kills
 
+from rlbuffer.records.micro_batch import WholeSample
 from rlbuffer.store.keys import Keys
 
 pytestmark = pytest.mark.timeout(900)
@@ -91,6 +98,42 @@ def test_no_process_of_another_role_ends_of_what_a_hostile_worker_sends(home: Ho
     outcome = run_hostile(home, moves=3, pushes=150, seed=3, world_size=1, say=say)
     assert outcome.findings == []
     assert dict(outcome.faults) == {"move": 3, "push": 150}
+
+
+def test_agents_lose_nothing_that_they_heard_when_a_gateway_is_killed_in_each_window(home: Home) -> None:
+    if os.environ.get("RLBUFFER_ADAPTERS") != "1":
+        pytest.importorskip("openai", reason="needs the clients of OpenAI and Anthropic: make adapters-test")
+        pytest.importorskip("anthropic", reason="needs the clients of OpenAI and Anthropic: make adapters-test")
+    outcome = run_gateways(home, seed=7, rollouts=12, agents=6, per_window=1, leader_kills=1, server_kills=1, say=say)
+    assert outcome.findings == []
+    assert dict(outcome.faults) == dict.fromkeys((*WINDOWS, LEADER, SERVER), 1)
+
+
+def test_the_account_of_agents_finds_what_is_lost_doubled_or_changed() -> None:
+    sample = WholeSample(
+        *("tasks.0/0", "tasks.0", "tasks", 1.0, {}, 0.5, (0, 1), None, 2, 5),
+        metadata={"calls": ["a", "b"]},
+        tokens=np.array([1, 2, 3, 4, 5], np.int32),
+        loss_mask=np.array([False, False, True, False, True]),
+        logprobs=np.array([0, 0, -1, 0, -2], np.float32),
+        advantages=np.zeros(5, np.float32),
+        token_versions=np.array([-1, -1, 0, -1, 1]),
+        columns={},
+        age=1,
+    )
+    answered = stretches([sample])
+    heard = {"tasks.0/0": ["a", "b"]}
+    assert len(answered) == 2
+    assert differences(heard, answered, [sample]) == []
+    assert differences({"tasks.0/0": ["a", "b", "c"]}, answered, [sample]) != []
+    assert differences({"tasks.0/0": ["a"]}, answered, [sample]) != []
+    assert differences(heard, answered, [sample, sample]) != []
+    assert differences(heard, answered, []) != []
+    assert differences(heard, Counter(), [sample]) != []
+    for name, other in (("logprobs", -1.0000001), ("token_versions", 1), ("tokens", 9)):
+        values = getattr(sample, name).copy()
+        values[2] = other
+        assert differences(heard, answered, [replace(sample, **{name: values})]) != [], name
 
 
 def test_a_rollout_in_two_trained_steps_is_found() -> None:

@@ -6,7 +6,7 @@ Whoever imports this has both packages.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,10 @@ def anthropic_of(opened: Mapping[str, Any], **more: Any) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=base, api_key="none", **{"max_retries": 0, "timeout": 60, **more})
 
 
+def a_plant() -> str:
+    return "a plant"
+
+
 @dataclass
 class Heard:
     """One answer as its agent has it."""
@@ -46,7 +50,7 @@ class Heard:
 
 
 def chat_turn(
-    client: openai.OpenAI, messages: list[Any], *, streams: bool, result: str = "a plant", **more: Any
+    client: openai.OpenAI, messages: list[Any], *, streams: bool, result: Callable[[], str] = a_plant, **more: Any
 ) -> Heard:
     """One answer, and the results of its calls, behind the messages."""
     asked: dict[str, Any] = {"model": "gpt", "messages": messages, "tools": CHAT_TOOLS, **more}
@@ -58,13 +62,13 @@ def chat_turn(
     message = completion.choices[0].message
     messages.append(message)
     calls = message.tool_calls or []
-    messages += [{"role": "tool", "tool_call_id": call.id, "content": result} for call in calls]
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": result()} for call in calls]
     arguments = [json.loads(call.function.arguments) for call in calls]
     return Heard(completion.id.removeprefix("chatcmpl-"), message.content or "", arguments)
 
 
 def anthropic_turn(
-    client: anthropic.Anthropic, messages: list[Any], *, streams: bool, result: str = "a plant", **more: Any
+    client: anthropic.Anthropic, messages: list[Any], *, streams: bool, result: Callable[[], str] = a_plant, **more: Any
 ) -> Heard:
     for message in messages:  # a mark that moves from turn to turn
         for block in message["content"] if isinstance(message["content"], list) else ():
@@ -88,7 +92,7 @@ def anthropic_turn(
     messages.append({"role": "assistant", "content": message.content})
     uses = [block for block in message.content if block.type == "tool_use"]
     if uses:
-        results = [{"type": "tool_result", "tool_use_id": use.id, "content": result} for use in uses]
+        results = [{"type": "tool_result", "tool_use_id": use.id, "content": result()} for use in uses]
         messages.append({"role": "user", "content": results})
         assert message.stop_reason == "tool_use"
     text = "".join(block.text for block in message.content if block.type == "text")
@@ -96,7 +100,7 @@ def anthropic_turn(
 
 
 def responses_turn(
-    client: openai.OpenAI, items: list[Any], *, streams: bool, result: str = "a plant", **more: Any
+    client: openai.OpenAI, items: list[Any], *, streams: bool, result: Callable[[], str] = a_plant, **more: Any
 ) -> Heard:
     asked: dict[str, Any] = {
         "model": "gpt",
@@ -112,7 +116,7 @@ def responses_turn(
         response = client.responses.create(**asked)
     items += [item.model_dump(exclude_none=True) for item in response.output]
     calls = [item for item in response.output if item.type == "function_call"]
-    items += [{"type": "function_call_output", "call_id": call.call_id, "output": result} for call in calls]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": result()} for call in calls]
     arguments = [json.loads(call.arguments) for call in calls]
     return Heard(response.id.removeprefix("resp_"), response.output_text, arguments)
 
