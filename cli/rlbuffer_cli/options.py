@@ -201,7 +201,7 @@ purpose = click.option(
     "--for",
     "purpose",
     type=click.Choice(["run", "serve", "worker", "gateway", "score", "train"]),
-    help="Which command shall find what it needs on this host. [default: run, of a config file: all of them]",
+    help="Check what this command needs on this host. [default: all that the file starts]",
 )
 
 
@@ -303,9 +303,15 @@ def common_with(*, config: str, run: str, has_file: bool = False) -> Callable[[C
     return decorate
 
 
-common = common_with(config="./rlbuffer.toml where there is one", run="default")
-common_of_file = common_with(config="", run="default", has_file=True)
+_FILE = "./rlbuffer.toml where there is one"
+_OF_FILE, _OF_SERVER = "the file's, else `default`", "the file's, else the one opened last"
+common = common_with(config=_FILE, run=_OF_FILE)
+"""For a command that begins a run, or takes part in it."""
+common_of_run = common_with(config=_FILE, run=_OF_SERVER)
+"""For a command that looks at a run that is there, or acts on it (:func:`rlbuffer_cli.session.open_run`)."""
+common_of_file = common_with(config="", run=_OF_FILE, has_file=True)
 """For a command about a file of settings, which is its argument; without one ./rlbuffer.toml counts, where it is."""
+common_of_file_and_run = common_with(config="", run=_OF_SERVER, has_file=True)
 
 
 def redis_origin(loaded: Loaded) -> str:

@@ -191,8 +191,7 @@ def read(
             if variable(password, environ):
                 raise ConfigError(
                     f"{place}  redis_url is not given the password of {password}: the file was found in the current "
-                    "folder, and nobody named it. Set RLBUFFER_REDIS_URL or --redis to the address, or name the file "
-                    "by --config",
+                    "folder, and nobody named it. Set RLBUFFER_REDIS_URL or --redis to the address, or name the file",
                     setting="redis_url",
                 )
     if str(given.data.get("deterministic", False)).lower() in ("true", "1", "yes", "on"):

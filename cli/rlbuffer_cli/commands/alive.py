@@ -27,15 +27,14 @@ ANSWER_SECONDS = 5.0
 
 @options.command("alive")
 @click.argument("who", metavar="WHO...", nargs=-1, required=True)
-@options.common
+@options.common_of_run
 @click.option("--within", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="Seconds.")
 @options.json_lines("One object.")
 def command(who: tuple[str, ...], given: options.Given, within: float) -> int:
     """Say whether a process of a run was seen lately: a health check. Changes nothing.
 
     WHO is batcher, worker NAME, gateway, scorer NAME or rank N. Of several gateways each has a name: gateway-0,
-    gateway-1. Exit code 0 when it was seen within --within seconds and
-    has not said that it stops.
+    gateway-1. Exit code 0 when it was seen within --within seconds and has not said that it stops.
 
     \b
     Examples:

@@ -170,7 +170,7 @@ def _as_toml(rows: Sequence[tuple[str, Any, str]], has_sources: bool) -> Iterato
 
 
 @command.command("apply")
-@options.common_of_file
+@options.common_of_file_and_run
 @click.option(
     "--timeout", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="To wait for the batcher."
 )

@@ -19,7 +19,7 @@ DRAIN_POLL_SECONDS = 0.3
 
 
 @options.command("drain")
-@options.common
+@options.common_of_run
 @click.option("--undo", is_flag=True, help="Give tickets again.")
 @click.option("--timeout", type=click.FloatRange(0), metavar="S", help="Give up waiting after S seconds (exit code 5).")
 @options.json_lines("One object when it is done.")

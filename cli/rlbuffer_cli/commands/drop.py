@@ -11,7 +11,7 @@ from rlbuffer_cli.session import open_run
 
 
 @options.command("drop")
-@options.common
+@options.common_of_run
 @click.option("--where", required=True, metavar="FILTER", help="Which groups, e.g. 'env:math age>=2'.")
 @options.yes
 @options.json_lines("One object.")

@@ -32,7 +32,7 @@ def command() -> None:
 
 @command.command("pause")
 @click.argument("env")
-@options.common
+@options.common_of_run
 def pause(env: str, given: options.Given) -> int:
     """Leave an env out of the next steps.
 
@@ -55,7 +55,7 @@ def pause(env: str, given: options.Given) -> int:
 
 @command.command("done")
 @click.argument("env")
-@options.common
+@options.common_of_run
 def done(env: str, given: options.Given) -> int:
     """Say that nothing more comes of an env.
 
@@ -74,7 +74,7 @@ def done(env: str, given: options.Given) -> int:
 
 @command.command("resume")
 @click.argument("env")
-@options.common
+@options.common_of_run
 def resume(env: str, given: options.Given) -> int:
     """Let an env take part again that is paused or done.
 

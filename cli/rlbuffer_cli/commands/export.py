@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @options.command("export")
-@options.common
+@options.common_of_run
 @click.option("--where", default="", metavar="FILTER", help="Only groups that match, e.g. 'env:math reward<0.1'.")
 @click.option(
     "-o", "--output", required=True, metavar="FILE", help="FILE.jsonl, FILE.parquet or FILE.html; - is JSONL on stdout."

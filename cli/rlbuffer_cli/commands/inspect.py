@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @options.command("inspect")
 @click.argument("what", metavar="[ID | TABLE | step:N]", required=False)
 @click.argument("other", metavar="[ID]", required=False)
-@options.common
+@options.common_of_run
 @click.option("--where", default="", metavar="FILTER", help="Only groups that match, e.g. 'env:vcopy age>=1'.")
 @click.option("--plain", is_flag=True, help="Print, also on a terminal. [default: browse on a terminal]")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Print so many rows. [default: 30 groups]")

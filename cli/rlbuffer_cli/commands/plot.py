@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @options.command("plot")
 @click.argument("field", metavar="WHAT")
 @click.argument("runs", metavar="[RUN|FILE|DIR]...", nargs=-1)
-@options.common
+@options.common_of_run
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write .png or .svg instead of drawing."
 )

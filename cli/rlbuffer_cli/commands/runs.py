@@ -108,7 +108,7 @@ def _record(loaded: Loaded, name: str, opened_seconds_ago: float) -> dict[str, A
 
 @command.command("dump")
 @FILE
-@options.common
+@options.common_of_run
 @click.option("--force", is_flag=True, help="Although FILE exists.")
 @options.json_lines("One object when it is done.")
 def dump_run(file: Path, force: bool, given: options.Given) -> int:
@@ -173,7 +173,7 @@ def restore_run(file: Path, given: options.Given) -> int:
 
 @command.command("rewind")
 @click.argument("number", metavar="N", type=click.IntRange(min=0))
-@options.common
+@options.common_of_run
 @click.option("--keep-pending", is_flag=True, help="Pending groups stay; else they drop with the steps.")
 @options.yes
 @click.option("--force", is_flag=True, help="Although a trainer is at work (it ends), or step N was retired.")

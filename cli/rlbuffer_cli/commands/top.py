@@ -16,7 +16,7 @@ from rlbuffer_cli.starting import is_drawable
 
 
 @options.command("top")
-@options.common
+@options.common_of_run
 @click.option("--once", is_flag=True, help="Look once. [default: again and again until ctrl-C]")
 @click.option(
     "--every", type=click.FloatRange(0.1), default=2.0, show_default=True, metavar="S", help="Seconds between looks."

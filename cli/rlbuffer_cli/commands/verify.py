@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @options.command("verify")
-@options.common
+@options.common_of_run
 @click.option("--archive", metavar="DIR", help="Check an archive instead of the server: no server is needed.")
 @options.json_lines("One object per finding, then the report.")
 def command(given: options.Given, archive: str | None) -> int:
