@@ -128,8 +128,10 @@ def say_ended(buffer: Buffer, settings: RunSettings, code: int) -> None:
     from rlbuffer.store.member import Member
 
     try:
-        detail = "" if code in (0, EXIT_INTERRUPTED) else f"exit code {code}, see {settings.run_dir / 'run.log'}"
-        kind, trained = Wait.FAILED if code else Wait.ENDED, buffer.store.trainer().trained
+        kind, detail = {0: Wait.ENDED, EXIT_INTERRUPTED: Wait.STOPPED}.get(code, Wait.FAILED), ""
+        if kind is Wait.FAILED:
+            detail = f"exit code {code}, see {settings.run_dir / 'run.log'}"
+        trained = buffer.store.trainer().trained
         beat = buffer.store.heartbeats("batcher").get("leader", {})
         last = Waiting(kind=kind, step=trained, detail=detail)
         buffer.store.role(Member).heartbeat("batcher", "leader", {**beat, "waiting": last.record(), "stopped": True})

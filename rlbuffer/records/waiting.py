@@ -256,11 +256,11 @@ def _sentence(w: Waiting) -> str:
             return f"Starting{f', for {_long(w.seconds)} so far' if w.seconds else ''}: {w.detail}."
         case Wait.NO_TRAINER:
             return (
-                "No trainer has joined. One that was started loads its model first; else start `rlbuffer train`. If "
-                "one runs, compare its --redis and --run with those of `serve`."
+                "No trainer has joined. One that was started loads its model first; else start it (`rlbuffer train`, "
+                "or your own). If one runs, compare its server and its run with those of `serve`."
             )
         case Wait.UNHEARD:
-            return "The batcher has not heard of this trainer. Compare its --redis and --run with those of `serve`."
+            return "The batcher has not heard of this trainer. Compare its server and its run with those of `serve`."
         case Wait.TRAINER_GONE:
             if w.seconds:
                 since = f"has said nothing for over {_long(w.seconds)}"
@@ -268,10 +268,10 @@ def _sentence(w: Waiting) -> str:
             else:
                 since = "has not come since the run was restored or taken back"
                 goes_on = "it resumes from its last checkpoint. Move those of steps that were taken back away first."
-            return (
-                f"Step {w.step} is committed, but the trainer {since}; it was at step {w.trained}. Start `rlbuffer "
-                f"train` again: {goes_on}"
+            committed = (
+                f"Step {w.step} is committed, but" if w.step > w.trained else "All that is committed is trained, but"
             )
+            return f"{committed} the trainer {since}; it was at step {w.trained}. Start the trainer again: {goes_on}"
         case Wait.TRAINER_BUSY:
             return f"Step {w.step} is committed and waits for the trainer, {_pace(w)}"
         case Wait.NOT_TAKEN:
@@ -366,12 +366,16 @@ def _sentence(w: Waiting) -> str:
             return w.detail
         case Wait.NO_BATCHER:
             return _without_batcher(w)
+        case Wait.STOPPED if w.step:
+            return (
+                f"The run was stopped after step {w.step}. What is pending is still there: started again, it goes on."
+            )
         case Wait.STOPPED:
             return "The batcher was stopped. What is pending is still there: `rlbuffer serve` goes on with it."
         case Wait.ENDED:
             return f"The run has ended after step {w.step}."
         case Wait.FAILED:
-            why = f": {w.detail}" if w.detail else ": it was interrupted"
+            why = f": {w.detail}" if w.detail else ""
             return f"The run was stopped after step {w.step}{why}. Started again, it goes on."
 
 

@@ -73,13 +73,15 @@ def test_alive_is_about_the_heartbeat_of_the_one_asked_for(buffer: Buffer, call:
     assert (code, json.loads(out)["alive"]) == (1, False)
 
 
-@pytest.mark.parametrize(("code", "kind"), [(0, Wait.ENDED), (130, Wait.FAILED), (1, Wait.FAILED)])
+@pytest.mark.parametrize(("code", "kind"), [(0, Wait.ENDED), (130, Wait.STOPPED), (1, Wait.FAILED)])
 def test_how_a_run_ended_stays_readable(buffer: Buffer, call: Call, code: int, kind: Wait) -> None:
     settings = RunSettings.model_validate({"run": "math", "home": "h", "trainer": {"steps": 7}})
     say_ended(buffer, settings, code)
-    waiting = read_run_state(buffer.store).waiting
+    state = read_run_state(buffer.store)
+    waiting = state.waiting
     assert waiting is not None
     assert waiting.kind is kind
+    assert (waiting.is_normal, state.problems) == (kind is not Wait.FAILED, ())
     assert str(waiting) in call("inspect")[1]
 
 
