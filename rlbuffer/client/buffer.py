@@ -21,6 +21,7 @@ from typing import Any
 from rlbuffer.client.arguments import duration, file_path, function, names, text, whole_number
 from rlbuffer.client.details import find_group
 from rlbuffer.client.reader import Reader, check_feeds
+from rlbuffer.client.refusals import PATIENCE_SECONDS, Away
 from rlbuffer.client.searching import list_groups
 from rlbuffer.client.stream import Stream
 from rlbuffer.client.texts import Texts, tokenizer_directory
@@ -42,6 +43,8 @@ from rlbuffer.store.worker import WorkerStore
 
 URL_VARIABLE = "RLBUFFER_REDIS_URL"
 HOME_VARIABLE = "RLBUFFER_HOME"
+RUN_VARIABLE = "RLBUFFER_RUN"
+CONFIG_VARIABLE = "RLBUFFER_CONFIG"
 PASSWORD_VARIABLE = "RLBUFFER_REDIS_PASSWORD"
 PASSWORD_FILE_VARIABLE = "RLBUFFER_REDIS_PASSWORD_FILE"
 
@@ -56,10 +59,13 @@ _DEFAULT = _Unnamed("default")
 
 
 class Policy:
-    """The policy versions of a run: which is current, and saying that a new one can be sampled from."""
+    """The policy versions of a run: which is current, and saying that a new one can be sampled from.
+
+    While the server is away its calls wait, up to 300 s, and raise ServerUnreachable then.
+    """
 
     def __init__(self, store: Viewer, readers: Sequence[Reader], settings: RunSettings) -> None:
-        self._store = store
+        self._store = store.patient(PATIENCE_SECONDS, on_retry=Away("the policy"))
         self._readers = readers
         """Those of the buffer, as they are at the time."""
         self._settings = settings
@@ -134,7 +140,8 @@ class Policy:
         """
         from rlbuffer.weights.publishing import publish_model, unwrapped
 
-        if not self._readers:
+        readers = self._open_readers()
+        if not readers:
             raise RlbufferError("policy.publish: this rank has no reader: call buffer.reader(rank, world_size) before")
         version = whole_number("policy.publish: version", version, low=0)
         kept = None if keep is None else whole_number("policy.publish: keep", keep, low=1)
@@ -142,7 +149,7 @@ class Policy:
             None if path is None else Path(file_path(f"policy.publish: {name}", path))
             for name, path in (("folder", folder), ("tokenizer", tokenizer))
         ]
-        rank, world_size = self._readers[0].rank, self._readers[0].world_size
+        rank, world_size = readers[-1].rank, readers[-1].world_size
         whole = unwrapped(model)
         self._begun()
         return publish_model(
@@ -157,12 +164,21 @@ class Policy:
             tokenizer=folders[1],
         )
 
+    def _open_readers(self) -> list[Reader]:
+        """Those that are not closed, in the order in which they were made."""
+        return [reader for reader in self._readers if not reader.is_closed]
+
     def _begun(self) -> Reader | None:
-        """Begins the attempt of this buffer's reader of rank 0. -> the reader with the newest attempt, if any."""
-        for reader in self._readers:
-            if reader.rank == 0:
-                reader.start()
-        return max((reader for reader in self._readers if reader.attempt), key=lambda r: r.attempt, default=None)
+        """Begins the attempt of this buffer's reader of rank 0, unless one has begun. -> the reader with the newest
+        attempt, if any.
+
+        Of several that have not begun, the last one: the others were given up, as after a state that was refused, and
+        an attempt of theirs would fence the one at work.
+        """
+        readers = [reader for reader in self._open_readers() if reader.rank == 0]
+        if readers and not any(reader.attempt for reader in readers):
+            readers[-1].start()
+        return max((reader for reader in readers if reader.attempt), key=lambda r: r.attempt, default=None)
 
     def wait(self, version: int, *, timeout_seconds: float, adapter: str = "") -> PolicyVersion:
         """Waits until `version` or a newer one is announced.
@@ -209,7 +225,7 @@ class Buffer:
         worker: str,
         *,
         incarnation: str | None = None,
-        patience_seconds: float = 300.0,
+        patience_seconds: float = PATIENCE_SECONDS,
         on_retry: Callable[[RlbufferError], None] | None = None,
         ticket_seconds: float | None = None,
         section: str = "",
@@ -220,7 +236,8 @@ class Buffer:
         process that is forked goes on with the writer under an incarnation of its own; where one was given, it must
         make a writer of its own.
 
-        `on_retry` hears what the writer waits for, each time before it tries again; what it raises ends the waiting.
+        `patience_seconds` is how long its methods wait for a server that is away. `on_retry` hears what the writer
+        waits for, each time before it tries again; what it raises ends the waiting.
         `ticket_seconds` is how long a ticket stays out without `renew` (60 s, at most 900): who renews in the
         background may take less, so that the prompts of a worker that dies are taken up sooner. `section` is the
         ``[worker.NAME]`` that it was started for: a run whose supervisor waits for it does not end before it has taken
@@ -230,7 +247,7 @@ class Buffer:
         patience = duration("writer: patience_seconds", patience_seconds)
         seconds = None if ticket_seconds is None else duration("writer: ticket_seconds", ticket_seconds)
         section = text("writer: section", section)
-        store = self.store.role(WorkerStore)
+        store = self.store.role(WorkerStore).patient(patience, on_retry=Away(f"writer {worker}", on_retry))
         meta = store.open_run()
         return Writer(
             store,
@@ -252,7 +269,7 @@ class Buffer:
         rank: int = 0,
         world_size: int = 1,
         *,
-        timeout_seconds: float = 300.0,
+        timeout_seconds: float = PATIENCE_SECONDS,
         pad_token_id: int = 0,
         pad_to_multiple_of: int = 1,
         vocabulary: int | None = None,
@@ -261,6 +278,7 @@ class Buffer:
     ) -> Reader:
         """A reader for one data-parallel rank; rank 0's acknowledges for all.
 
+        `timeout_seconds` is how long it waits for a step, and for a server that is away (at least 30 s).
         `vocabulary` is how many token ids the model has, `adapters` whether LoRA adapters are trained, `columns` the
         further columns that no rollout may lack: one with any other token, of an adapter where none is trained, or
         without such a column is masked and counted as damaged.
@@ -270,14 +288,15 @@ class Buffer:
             ConfigError: the run feeds a stream, which has no rows for ranks.
         """
         tokens = None if vocabulary is None else whole_number("reader: vocabulary", vocabulary, low=1)
-        store = self.store.role(TrainerStore)
+        timeout_seconds = duration("reader: timeout_seconds", timeout_seconds)
+        store = self._trainer_store(timeout_seconds)
         store.open_run()
-        check_feeds(self.run, self.store.meta(), "ranks")
+        check_feeds(self.run, store.meta(), "ranks")
         reader = Reader(
             store,
             rank=whole_number("reader: rank", rank, low=0),
             world_size=whole_number("reader: world_size", world_size, low=1),
-            timeout_seconds=duration("reader: timeout_seconds", timeout_seconds),
+            timeout_seconds=timeout_seconds,
             pad_token_id=whole_number("reader: pad_token_id", pad_token_id, low=0),
             pad_to_multiple_of=whole_number("reader: pad_to_multiple_of", pad_to_multiple_of, low=1),
             can=Trainable(vocabulary=tokens, adapters=adapters, columns=names("reader: columns", columns)),
@@ -288,30 +307,38 @@ class Buffer:
     def stream(
         self,
         *,
-        timeout_seconds: float = 300.0,
+        timeout_seconds: float = PATIENCE_SECONDS,
         vocabulary: int | None = None,
         adapters: bool = True,
         columns: Sequence[str] = (),
     ) -> Stream:
         """The stream of a run with ``[batcher] feeds = "stream"``: whole groups, for one trainer that packs for itself.
 
-        `vocabulary`, `adapters` and `columns` are those of :meth:`reader`: a rollout that cannot be trained by them is
-        left out of its group and counted as damaged.
+        `timeout_seconds`, `vocabulary`, `adapters` and `columns` are those of :meth:`reader`: a rollout that cannot be
+        trained by them is left out of its group and counted as damaged.
 
         Raises:
             InvalidArgument: an argument is of another kind, or outside its range.
             ConfigError: the run plans rows for ranks.
         """
-        store = self.store.role(TrainerStore)
+        timeout_seconds = duration("stream: timeout_seconds", timeout_seconds)
+        tokens = None if vocabulary is None else whole_number("stream: vocabulary", vocabulary, low=1)
+        columns = names("stream: columns", columns)
+        store = self._trainer_store(timeout_seconds)
         store.open_run()
-        check_feeds(self.run, self.store.meta(), "stream")
+        check_feeds(self.run, store.meta(), "stream")
         stream = Stream(
             store,
-            timeout_seconds=duration("stream: timeout_seconds", timeout_seconds),
-            can=Trainable(vocabulary=vocabulary, adapters=adapters, columns=names("stream: columns", columns)),
+            timeout_seconds=timeout_seconds,
+            can=Trainable(vocabulary=tokens, adapters=adapters, columns=columns),
         )
         self._readers.append(stream.reader)
         return stream
+
+    def _trainer_store(self, timeout_seconds: float) -> TrainerStore:
+        store = self.store.role(TrainerStore)
+        # No less than other calls: a server that is killed, or fails over, is back after seconds.
+        return store.patient(max(store.patience_seconds, timeout_seconds), on_retry=Away("the trainer"))
 
     def ledger(self) -> Ledger:
         """The account per env: pushed = pending + packed + trained + dropped."""
@@ -367,7 +394,9 @@ def connect(
     real scripts; needs the extra ``memory``). None: the environment's ``RLBUFFER_REDIS_URL``, then the config's
     `redis_url`, then an embedded server under the config's `home`, started when it is not running. `config` is the
     path of an ``rlbuffer.toml``, its content as a mapping, or a settings object; its `run` counts unless `run` is
-    given.
+    given. None: the file that ``RLBUFFER_CONFIG`` names, else no file. Commands take ``./rlbuffer.toml`` by themselves;
+    a program of one's own is handed it, ``config="rlbuffer.toml"``. Without a file ``RLBUFFER_RUN`` and
+    ``RLBUFFER_HOME`` count.
 
     An address without a password gets that of ``RLBUFFER_REDIS_PASSWORD``, else that of the file which the setting
     `redis_password_file` (or ``RLBUFFER_REDIS_PASSWORD_FILE``) names. The file is read again at every new connection.
@@ -429,10 +458,13 @@ def _settings(config: RunSettings | BatcherConfig | Mapping[str, Any] | str | Pa
         return config
     from rlbuffer.config.loading import load, validated
 
-    if isinstance(config, str | Path):
-        return load(Path(config)).settings
-    home = variable(HOME_VARIABLE)
+    file = variable(CONFIG_VARIABLE) if config is None else config
+    if isinstance(file, Path) or (file and isinstance(file, str)):
+        return load(Path(file)).settings
+    home, run = variable(HOME_VARIABLE), variable(RUN_VARIABLE)
     given: dict[str, Any] = {"home": Path(home)} if home else {}
+    if run:
+        given["run"] = run
     if password_file := variable(PASSWORD_FILE_VARIABLE):
         given["redis_password_file"] = Path(password_file)
     if isinstance(config, BatcherConfig):

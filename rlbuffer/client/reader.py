@@ -17,7 +17,7 @@ from rlbuffer.client.arguments import function, whole_number
 from rlbuffer.client.lessons import alone, last_steps
 from rlbuffer.client.progress import Progress, remembered
 from rlbuffer.client.rank_0 import RankZeroWatch
-from rlbuffer.client.refusals import LongWait, Refusals, no_batch, refused_for
+from rlbuffer.client.refusals import REFUSAL_PAUSE_SECONDS, Away, LongWait, Refusals, no_batch, refused_for
 from rlbuffer.client.skew import Skew
 from rlbuffer.client.step_pull import StepPull, left_out
 from rlbuffer.errors import (
@@ -87,6 +87,9 @@ class Reader:
     Asking for the next step acknowledges the last one as trained; the next step is already being pulled meanwhile,
     and pulling acknowledges nothing. docs/tutorial/your_trainer.md has whole loops.
 
+    While the server is away its methods wait, up to `timeout_seconds` and at least 30 s, and raise ServerUnreachable
+    then.
+
     Example:
         Two groups make a step. The batcher and the worker are in this process, too.
 
@@ -131,13 +134,17 @@ class Reader:
             raise InvalidArgument(
                 f"reader: rank {rank} is outside world size {world_size}: ranks count from 0 to {world_size - 1}"
             )
-        self._store = store
+        # No shorter than other calls: a server that is killed, or fails over, is back after seconds.
+        patience = max(store.patience_seconds, timeout_seconds)
+        self._store = store = store.patient(patience, on_retry=Away(f"rank {rank}", self._held_up))
         self.rank = rank
         self.world_size = world_size
         self.timeout_seconds = timeout_seconds
         self._can = can
         self._is_stopped = False
         """The caller's own `until` has ended its steps: it means to go on later."""
+        self._until: tuple[int, Callable[[], bool]] | None = None
+        """The thread of a loop that asks whether the run goes on, and its `until`."""
         self._waiting: Waiting | None = None
         self._held: Waiting | None = None
         self._feeds = "ranks" if source is None else "stream"
@@ -166,6 +173,11 @@ class Reader:
     def attempt(self) -> int:
         """Number of the registered attempt; 0 before :meth:`start` and on ranks other than 0."""
         return self._progress.attempt
+
+    @property
+    def is_closed(self) -> bool:
+        """:meth:`close` was called, or its ``with`` block was left."""
+        return self._stop.is_set()
 
     @property
     def step(self) -> int:
@@ -203,6 +215,7 @@ class Reader:
         Raises:
             BatchTimeout: no step came within `timeout_seconds`; the message says what the batcher waits for, or why the
                 server refuses.
+            ServerUnreachable: the server stayed away for so long.
             BatcherFailed: the batcher stopped with a fatal error.
             RunGone: the run is not on the server any more, or was rewound.
             StepRetired: the step was trained, checkpointed and removed; resume from a newer checkpoint.
@@ -466,10 +479,27 @@ class Reader:
         self._raise_fault()
         if self._stop.is_set():
             raise RlbufferError(f"{CLOSED} while it waited for step {number}")
-        if until is not None and until():
+        if until is None:
+            self._check_run(number)
+            return
+        self._until = threading.get_ident(), until
+        try:
+            self._ask_until()
+            self._check_run(number)
+        finally:
+            self._until = None
+
+    def _ask_until(self) -> None:
+        """Raises NotAwaited in a loop's thread whose `until` says so."""
+        if self._until is not None and self._until[0] == threading.get_ident() and self._until[1]():
             self._is_stopped = True
             raise NotAwaited
-        self._check_run(number)
+
+    def _held_up(self, error: RlbufferError) -> None:
+        """A call waits for the server. Raises where nobody needs it any more."""
+        if self._stop.is_set():
+            raise error
+        self._ask_until()
 
     def _check_run(self, number: int) -> None:
         """Every rank looks for itself: rank 0 would say it only in an exchange that the others do not come to."""
@@ -524,6 +554,15 @@ class Reader:
 
     # -- pulling ---------------------------------------------------------------------------------------------------
     def _pull(self, number: int, is_abandoned: threading.Event) -> Any:
+        """The step. A server that is away is waited for: whoever asks for the step waits no longer than it wants to."""
+        while True:
+            try:
+                return self._pulled(number, is_abandoned)
+            except ServerUnreachable:
+                if self._stop.wait(REFUSAL_PAUSE_SECONDS):
+                    raise
+
+    def _pulled(self, number: int, is_abandoned: threading.Event) -> Any:
         missed = ""
         while True:
             if self._stop.is_set() or is_abandoned.is_set():

@@ -19,6 +19,9 @@ from rlbuffer.process.logs import Lasting
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.viewer import Viewer
 
+PATIENCE_SECONDS = 300.0
+"""Longest that what a worker or a trainer asks for waits for a server that is away: a failover by sentinels takes a
+minute with their defaults, and a person may have to start the server again."""
 LONG_WAIT_SECONDS, AGAIN_SECONDS = 10.0, 60.0
 """Seconds until a waiting loop hears what it waits for, and until it hears it again."""
 REFUSAL_PAUSE_SECONDS = 0.5
@@ -74,6 +77,27 @@ class Refusals:
                     raise BatchTimeout(refused_for(seconds, self.current)) from error
                 if self._stop.wait(min(REFUSAL_PAUSE_SECONDS, left)):
                     raise
+
+
+class Away:
+    """Warns when `who` has waited for long for a server that is away, and then every minute. `hears` is told of each
+    failed attempt before that; what it raises ends the waiting. To be called with the failure."""
+
+    def __init__(self, who: str, hears: Callable[[RlbufferError], object] | None = None) -> None:
+        self._who, self._hears = who, hears
+        self._since = self._last = float("-inf")
+        self._lasting = Lasting()
+
+    def __call__(self, error: RlbufferError) -> None:
+        if self._hears is not None:
+            self._hears(error)
+        now = time.monotonic()
+        if now - self._last > LONG_WAIT_SECONDS:  # the attempts of one wait follow each other faster
+            self._since = now
+            self._lasting.is_over()
+        self._last = now
+        if now - self._since > LONG_WAIT_SECONDS and self._lasting.is_due(str(error), now):
+            _log.warning("%s waits for the server, for %.0f s so far: %s", self._who, now - self._since, error)
 
 
 class LongWait:

@@ -21,17 +21,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
 
+from rlbuffer.client.arguments import names, text, whole_number
 from rlbuffer.client.progress import remembered
 from rlbuffer.client.reader import ANYTHING, Reader, check_feeds
-from rlbuffer.errors import CheckpointError, InvalidArgument, PayloadError, RlbufferError
+from rlbuffer.client.refusals import Away
+from rlbuffer.errors import CheckpointError, InvalidArgument, InvalidRollout, PayloadError, RlbufferError
 from rlbuffer.packing.further_columns import ColumnSpec, column_spec
 from rlbuffer.process.garbage_collection import without_garbage_collection
-from rlbuffer.records.checks import as_integer, as_text, shown
+from rlbuffer.records.checks import as_integer, shown
 from rlbuffer.records.policy_version import MAX_LABEL, PolicyVersion
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.step_header import StepHeader
@@ -177,7 +180,7 @@ class Stream:
 
     The run's settings have ``[batcher] feeds = "stream"``. Policy versions count what the trainer announces with
     :meth:`version`, so an update may take as many groups as it likes. A stream that nobody closes ends with its
-    process.
+    process. While the server is away its methods wait as those of a :class:`rlbuffer.client.reader.Reader` do.
 
     Example:
         The batcher and the worker are in this process, too.
@@ -222,7 +225,7 @@ class Stream:
     earlier start, of which no checkpoint is left, has trained some."""
 
     def __init__(self, store: TrainerStore, *, timeout_seconds: float, can: Trainable = ANYTHING) -> None:
-        self._store = store
+        self._store = store.patient(max(store.patience_seconds, timeout_seconds), on_retry=Away("the stream"))
         self.reader = Reader(
             store, rank=0, world_size=1, timeout_seconds=timeout_seconds, can=can, source=GroupPull(store, can)
         )
@@ -268,14 +271,10 @@ class Stream:
             trainer = self._store.trainer()
             self.reader.start(resume_step=trainer.trained)
         else:
-            if not isinstance(state, Mapping) or (lacking := {"reader", "part", "unused", "version"} - state.keys()):
-                what = shown(state) if not isinstance(state, Mapping) else f"one without {min(lacking)!r}"
-                raise CheckpointError(f"resume: expected what `state` of a stream was, got {what}")
+            part, unused, version = _checked(state)
             self.reader.load_state_dict(state["reader"])
             self.reader.start()
-            self._part = as_integer("state: part", state["part"], low=0)
-            self._part_unused = frozenset(map(str, state["unused"]))
-            self._version = as_integer("state: version", state["version"], low=-1)
+            self._part, self._part_unused, self._version = part, unused, version
         self._place = self.reader.step
         self._next = self._place + 1
         there = self._store.policy()
@@ -309,8 +308,9 @@ class Stream:
                 self.reader.holds(tuple(its.step() for _, its in sorted(self._held.items())))
             yield taken
 
-    def trained(self, place: int, *, part: int = 0, unused: Iterable[str] = ()) -> None:
-        """Acknowledges the groups up to `place` as trained, and `part` samples of the one behind it.
+    def trained(self, place: Taken | int, *, part: int = 0, unused: Iterable[str] = ()) -> None:
+        """Acknowledges the groups up to `place` (or up to that group) as trained, and `part` samples of the one behind
+        it.
 
         What a sample is, is the trainer's: a checkpoint that is taken now remembers the number, and the group comes
         again with it after a resume. `unused` are ids of rollouts of groups that are taken and not acknowledged yet,
@@ -320,11 +320,12 @@ class Stream:
         A server that takes no writes for now (a full disk, a failover) hears it as soon as it does.
 
         Raises:
-            InvalidArgument: `place` was not taken, or an id of `unused` is in no group that waits for its
-                acknowledgement, or in several.
+            InvalidArgument: an argument is of another kind, `place` was not taken, or an id of `unused` is in no group
+                that waits for its acknowledgement, or in several.
             AttemptFenced: a newer attempt has taken over.
         """
-        place, part = as_integer("trained: place", place, low=0), as_integer("trained: part", part, low=0)
+        place, part = _place("trained: place", place), whole_number("trained: part", part, low=0)
+        unused = names("trained: unused", unused)
         with self._lock:
             if place >= self._next:
                 raise InvalidArgument(f"trained: place {place} was not taken: the last one is {self._next - 1}")
@@ -347,9 +348,9 @@ class Stream:
 
         Raises:
             AttemptFenced: a newer attempt has taken over.
-            InvalidRollout: the label is longer than 64 characters.
+            InvalidArgument: the label is neither a string of at most 64 characters nor an integer.
         """
-        name = as_text("version: label", str(label), limit=MAX_LABEL)
+        name = _label(label)
         if not self._is_resumed:
             self.resume()
         with self._lock:
@@ -375,14 +376,15 @@ class Stream:
                 "reader": self.reader.state_dict(),
             }
 
-    def checkpointed(self, place: int | None = None, *, oldest_kept: int | None = None) -> None:
+    def checkpointed(self, place: Taken | int | None = None, *, oldest_kept: int | None = None) -> None:
         """Says that a checkpoint holds the groups up to `place` (None: all that are acknowledged); those up to
         `oldest_kept` (default `place`) may be removed from the server.
 
         Raises:
             AttemptFenced: a newer attempt has taken over.
         """
-        self.reader.checkpointed(self._place if place is None else place, oldest_kept=oldest_kept)
+        place = self._place if place is None else _place("checkpointed: place", place)
+        self.reader.checkpointed(place, oldest_kept=oldest_kept)
 
     def finished(self) -> None:
         """Says that the trainer has made its last update: the run has ended, as :meth:`rlbuffer.Reader.finished` says.
@@ -412,6 +414,31 @@ class Stream:
             else "no group that is taken and not acknowledged has it"
         )
         raise InvalidArgument(f"trained: unused rollout {rollout_id!r}: {why}")
+
+
+def _place(name: str, given: Taken | int) -> int:
+    """Place of a group, or the place that is given itself. Raises InvalidArgument."""
+    return given.place if isinstance(given, Taken) else whole_number(name, given, low=0)
+
+
+def _label(given: str | int) -> str:
+    if isinstance(given, bool) or not isinstance(given, str | Integral) or len(str(given)) > MAX_LABEL:
+        what = f"a string of at most {MAX_LABEL} characters, or an integer"
+        raise InvalidArgument(f"version: label: expected {what}, got {shown(given)}")
+    return text("version: label", str(given))
+
+
+def _checked(state: Any) -> tuple[int, frozenset[str], int]:
+    """`part`, `unused` and `version` of what :attr:`Stream.state` was. Raises CheckpointError."""
+    if not isinstance(state, Mapping) or (lacking := {"reader", "part", "unused", "version"} - state.keys()):
+        what = shown(state) if not isinstance(state, Mapping) else f"one without {min(lacking)!r}"
+        raise CheckpointError(f"resume: expected what `state` of a stream was, got {what}")
+    try:
+        part = as_integer("part", state["part"], low=0)
+        version = as_integer("version", state["version"], low=-1)
+        return part, frozenset(names("unused", state["unused"])), version
+    except (InvalidRollout, InvalidArgument) as error:
+        raise CheckpointError(f"resume: {error}: give what `state` of a stream was") from None
 
 
 def _largest_max_age(meta: Meta) -> int:

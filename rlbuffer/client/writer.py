@@ -59,6 +59,9 @@ class Writer:
     """Pushes groups into the buffer. Made by :meth:`rlbuffer.client.buffer.Buffer.writer`; safe from several
     threads.
 
+    While the server is away its methods wait, up to `patience_seconds`, whatever timeout they are given, and raise
+    ServerUnreachable then. They raise RunGone when the run was reset or removed meanwhile.
+
     Example:
         A batcher gives tickets once a trainer has announced a policy version. Here both are in this process.
 
@@ -173,6 +176,8 @@ class Writer:
         Raises:
             EnvDone: the env has an end, all its tickets were given, and none is out: leave the loop.
             RunEnded: an EnvDone; the trainer has made its last step.
+            ServerUnreachable: the server stayed away for longer than the writer's patience.
+            RunGone: the run was removed while this writer was at work.
             InvalidArgument: an argument is of another kind, or outside its range.
         """
         env, n = env_name("take: env", env), whole_number("take: n", n, low=1)
@@ -197,7 +202,11 @@ class Writer:
 
     def tickets(self, env: str, *, size: int | None = None) -> Iterator[Ticket]:
         """Yields ticket after ticket of `env`, each as :meth:`take` gives it, until there is none any more: the env is
-        done, or the trainer has made its last step."""
+        done, or the trainer has made its last step.
+
+        Raises:
+            ServerUnreachable, RunGone, InvalidArgument: as :meth:`take`.
+        """
         with suppress(EnvDone):
             while True:
                 yield from self.take(env, size=size)

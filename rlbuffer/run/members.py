@@ -34,11 +34,13 @@ def member(
 ) -> int:
     """Runs one process of ``[KIND.KEY]``, a worker or a scorer, until `stop` is set. -> exit code, or DONE."""
     from rlbuffer.client.buffer import connect
+    from rlbuffer.client.refusals import PATIENCE_SECONDS
 
     sections: Mapping[str, WorkerSettings | ScoreSettings] = settings.worker if kind == "worker" else settings.score
     options = sections[key]
     os.environ.update(visible(gpus_of(options, replica)))
     with connect(settings.redis_url, run=settings.run, config=settings, name=f"{kind}-{name}", origin=origin) as buffer:
+        buffer.store.patience_seconds = PATIENCE_SECONDS
         if isinstance(options, WorkerSettings):
             from rlbuffer.worker.loop import run_worker
 

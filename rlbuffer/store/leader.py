@@ -206,7 +206,7 @@ class LeaderStore(TicketStore):
             raise_first(replies[: len(replies) - len(beats)])  # whatever is wrong with heartbeats stops nobody
             return list(replies)
 
-        replies = iter(self.connection.call(send, patience_seconds=self.patience_seconds))
+        replies = iter(self.call(send))
         written, taken = next(replies), next(replies)
         sources = sources_of(written, taken, {env: next(replies) for env in envs})
         self._ends = tuple(sources.ends)

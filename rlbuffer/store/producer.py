@@ -153,7 +153,7 @@ class ProducerStore(Member):
             raise_first(replies)
 
         try:
-            self.connection.call(send, patience_seconds=self.patience_seconds, repeat=False, op="push")
+            self.call(send, repeat=False, op="push")
         except RlbufferError as error:
             stop = error
         if source.is_spread:
@@ -285,7 +285,7 @@ class ProducerStore(Member):
                 answers = iter(pipe.execute(raise_on_error=False))
             raise_first([_fault(push, [*islice(answers, _TRANSACTION + 2 * is_spread)]) for push in pushes])
 
-        self.connection.call(store, patience_seconds=self.patience_seconds, repeat=False, op="payload")
+        self.call(store, repeat=False, op="payload")
 
 
 def _add_payload(pipe: Any, push: _Push, *, is_spread: bool) -> None:

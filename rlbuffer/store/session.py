@@ -9,10 +9,11 @@ server's clock, in seconds unless named otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import redis
 
@@ -59,6 +60,8 @@ class Session:
         self.run = run
         self.patience_seconds = patience_seconds
         """Seconds that calls are repeated while the server is away."""
+        self.on_retry: Callable[[RlbufferError], object] | None = None
+        """Hears what a call waits for, each time before it is repeated; what this raises ends the waiting."""
         self.tombstone_ms = MINIMUM_TOMBSTONE_MS
         self.tombstone_steps = remembered_steps(0)
         self._scripts: dict[str, Script] = {}
@@ -74,6 +77,12 @@ class Session:
             self._roles.setdefault(role, role(self.connection, self.run, patience_seconds=self.patience_seconds))
         return cast(Role, self._roles[role])
 
+    def patient(self, patience_seconds: float, *, on_retry: Callable[[RlbufferError], object] | None = None) -> Self:
+        """The same run on the same connection, with another patience and `on_retry`."""
+        other = copy(self)
+        other.patience_seconds, other.on_retry, other._roles = patience_seconds, on_retry, {}
+        return other
+
     def close(self) -> None:
         """Closes the connections; the last user of an embedded server stops it."""
         self.connection.close()
@@ -83,11 +92,15 @@ class Session:
         """The client for commands; asked for at every call, because a reconnect may make another one."""
         return self.connection.client
 
+    def call(self, fn: Callable[[], T], *, repeat: bool = True, op: str = "look") -> T:
+        """As :meth:`rlbuffer.store.server.connection.Connection.call`, with the patience of this session."""
+        return self.connection.call(
+            fn, patience_seconds=self.patience_seconds, repeat=repeat, op=op, on_retry=self.on_retry
+        )
+
     def look(self, command: Callable[[Any], T]) -> T:
         """Runs ``command(client)``, repeated over reconnects: only for what may be done twice."""
-        return self.connection.call(
-            lambda: command(self.connection.client), patience_seconds=self.patience_seconds, repeat=True
-        )
+        return self.call(lambda: command(self.connection.client))
 
     def piped(self, ask: Callable[[Any], object], *, at_once: bool = False, lenient: bool = False) -> list[Any]:
         """The replies to the commands that `ask` puts into a pipeline, in one round trip: only for what may be done
@@ -131,7 +144,7 @@ class Session:
             self.stay(since)
             return sound(list(run(keys=self.declared(keys), args=list(args))))
 
-        reply = self.connection.call(send, patience_seconds=self.patience_seconds, repeat=repeat, op=script)
+        reply = self.call(send, repeat=repeat, op=script)
         if len(reply) == 1 and text(reply[0]) == "GONE":
             raise self.no_run()
         return reply
@@ -160,11 +173,7 @@ class Session:
         if block_seconds <= 0:
             return entries(self.look(lambda client: client.xread({key: after}, count=count)))
         block_ms = max(1, round(1000 * min(block_seconds, BLOCK_SECONDS)))
-        reply = self.connection.call(
-            lambda: self.connection.blocking.xread({key: after}, count=count, block=block_ms),
-            patience_seconds=self.patience_seconds,
-            repeat=True,
-        )
+        reply = self.call(lambda: self.connection.blocking.xread({key: after}, count=count, block=block_ms))
         return entries(reply)
 
     def server_id(self) -> str:

@@ -98,9 +98,7 @@ class WorkerStore(TicketStore, ProducerStore):
             raise_first(replies)
             return [not isinstance(heard, Exception), *replies]  # whatever is wrong with a heartbeat is its own trouble
 
-        heard, reply, policy, is_draining = self.connection.call(
-            send, patience_seconds=self.patience_seconds, op="ticket"
-        )
+        heard, reply, policy, is_draining = self.call(send, op="ticket")
         return Asked(
             numbers=tuple(self._numbers(env, reply)),
             policy=policy_of("", policy),

@@ -171,7 +171,7 @@ class Flights:
         outcomes = await asyncio.gather(*flights, watch, *self._pushes, return_exceptions=True)
         tickets = self._pulse.let_go()
         if tickets and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
-            with suppress(ServerRefused):  # not given back, they expire
+            with suppress(ServerRefused, Stopped):  # not given back, they expire
                 await asyncio.to_thread(self._settled, self._writer.release, tickets)
 
     def held_up(self, error: RlbufferError) -> None:

@@ -193,6 +193,8 @@ class Pulse(Heartbeats):
 
     def waits(self, waiting: Waiting) -> None:
         """Notes what is waited for, and says it once it has lasted."""
+        if threading.current_thread() is self._thread:
+            return  # a renewal waits, and the loop may be at work
         now = time.monotonic()
         if self._waiting_since is None:
             self._waiting_since = self._said_waiting = now

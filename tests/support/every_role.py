@@ -25,7 +25,8 @@ class EveryRole(GatewayStore, ScorerStore, LeaderStore, TrainerStore, OperatorSt
 
 
 def stands_in(store: T, buffer: Buffer) -> T:
-    """Whatever role somebody asks the buffer for, `store` is what they get. -> it."""
+    """Whatever role somebody asks the buffer for, and with whatever patience, `store` is what they get. -> it."""
     store.role = lambda role: store
+    store.patient = lambda patience_seconds, on_retry=None: store
     buffer.store = buffer.policy._store = store
     return store

@@ -34,7 +34,7 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import BufferClosed, ServerUnreachable
+from rlbuffer.errors import BufferClosed, RlbufferError, ServerUnreachable
 from rlbuffer.store.limits import PushLimits, read_limits, timeout_seconds
 from rlbuffer.store.server.address import (
     SENTINEL_LOGIN,
@@ -198,9 +198,16 @@ class Connection:
         return Script(lambda: self.client, text, has_flags=not self.is_memory)
 
     def call(
-        self, fn: Callable[[], T], *, patience_seconds: float = PATIENCE_SECONDS, repeat: bool = True, op: str = "look"
+        self,
+        fn: Callable[[], T],
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+        repeat: bool = True,
+        op: str = "look",
+        on_retry: Callable[[RlbufferError], object] | None = None,
     ) -> T:
-        """Runs `fn`, again on a lost connection as long as patience lasts, with growing random pauses.
+        """Runs `fn`, again on a lost connection as long as patience lasts, with growing random pauses. `on_retry` hears
+        each failure before the next attempt; what it raises ends the waiting.
 
         A lost connection leaves it unknown whether the server did the work: with ``repeat=False`` `fn` runs once and
         the caller decides. Either way an embedded server that died is started again. An attempt in progress is not cut
@@ -217,14 +224,23 @@ class Connection:
         """
         thread, begun = threading.get_ident(), time.monotonic()
         if thread in self.asking:
-            return self._answered(fn, begun, patience_seconds=patience_seconds, repeat=repeat, op=op)
+            return self._answered(fn, begun, patience_seconds, repeat=repeat, op=op, on_retry=on_retry)
         self.asking[thread] = begun
         try:
-            return self._answered(fn, begun, patience_seconds=patience_seconds, repeat=repeat, op=op)
+            return self._answered(fn, begun, patience_seconds, repeat=repeat, op=op, on_retry=on_retry)
         finally:
             del self.asking[thread]
 
-    def _answered(self, fn: Callable[[], T], begun: float, *, patience_seconds: float, repeat: bool, op: str) -> T:
+    def _answered(
+        self,
+        fn: Callable[[], T],
+        begun: float,
+        patience_seconds: float,
+        *,
+        repeat: bool,
+        op: str,
+        on_retry: Callable[[RlbufferError], object] | None,
+    ) -> T:
         tries = 0
         pause = FIRST_PAUSE_SECONDS
         while True:
@@ -263,6 +279,8 @@ class Connection:
                 if isinstance(failure, ServerUnreachable):
                     failure = ServerUnreachable(f"{failure}\n{self._advice(cause, tries, elapsed)}")
                 raise failure from cause
+            if on_retry is not None:
+                on_retry(failure)
             time.sleep(wait)
 
     def server_id(self, patience_seconds: float) -> str:

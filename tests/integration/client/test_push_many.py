@@ -244,7 +244,8 @@ def test_what_the_server_forgets_during_a_call_is_sent_again_in_order(
     buffer: rlbuffer.Buffer, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlbuffer.store.producer.BATCH_PUSHES", 2)
-    writer, store = buffer.writer("w"), buffer.store.role(WorkerStore)
+    store = buffer.store.role(WorkerStore)
+    writer = writer_of(store)
     writer.push_many(groups(0, 1, 2))
     # Before a batch, the server has lost the last two pushes.
     after(store, "_move_pushes", lambda call: call == batch and roll_back(store, writer, to=2 * batch - 1))
@@ -335,7 +336,8 @@ def test_calls_of_two_threads_do_not_mix(buffer: rlbuffer.Buffer) -> None:
 
 
 def test_a_server_that_has_forgotten_its_scripts_gets_them_in_the_same_call(buffer: rlbuffer.Buffer) -> None:
-    writer, store = buffer.writer("w"), buffer.store.role(WorkerStore)
+    store = buffer.store.role(WorkerStore)
+    writer = writer_of(store)
     loaded: list[int] = []
     after(store, "push", loaded.append)
     store.client.script_flush()  # type: ignore[attr-defined]

@@ -129,7 +129,7 @@ def test_a_rank_whose_heartbeat_fails_for_any_reason_ends_with_it(run: Run, monk
         begun.set()
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr(store, "heartbeat", fail)
+    monkeypatch.setattr(type(store), "heartbeat", fail)
     assert begun.wait(30)
     with pytest.raises(RlbufferError, match=r"the heartbeat of rank 0 failed: ZeroDivisionError: a defect"):
         reader.pull(2)

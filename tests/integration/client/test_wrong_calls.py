@@ -14,6 +14,7 @@ import pytest
 
 import rlbuffer
 from rlbuffer import Failure, Group, PolicyVersion, RlbufferError, Rollout, Ticket, TokenSequence, Turn, VersionSpan
+from rlbuffer.client import Stream
 from rlbuffer.packing import pack
 from rlbuffer.testing import make_group
 
@@ -163,6 +164,30 @@ CALLS: dict[str, tuple[Call, str]] = {
     "load_state_dict: steps": (lambda c: c.load(steps=[3]), "3"),
     "load_state_dict: begun": (lambda c: c.reader.load_state_dict(c.reader.state_dict()), "load_state_dict"),
     "load_state_dict: another run's": (of_another_run, "4"),
+    # -- Stream
+    "stream: vocabulary": (lambda c: c.streamed.stream(vocabulary="large"), "large"),
+    "stream: columns": (lambda c: c.streamed.stream(columns="ref_logprobs"), "ref_logprobs"),
+    "stream: seconds": (lambda c: c.streamed.stream(timeout_seconds="1"), "'1'"),
+    "stream trained: None": (lambda c: c.stream.trained(None), "None"),
+    "stream trained: text": (lambda c: c.stream.trained("one"), "one"),
+    "stream trained: not taken": (lambda c: c.stream.trained(99), "99"),
+    "stream trained: part": (lambda c: c.stream.trained(0, part="half"), "half"),
+    "stream trained: unused is None": (lambda c: c.stream.trained(0, unused=None), "None"),
+    "stream trained: unused is one id": (lambda c: c.stream.trained(0, unused="math.0/1"), "math.0/1"),
+    "stream trained: unused are numbers": (lambda c: c.stream.trained(0, unused=[3]), "3"),
+    "stream trained: unused is unknown": (lambda c: c.stream.trained(0, unused=["math.0/1"]), "math.0/1"),
+    "stream version: None": (lambda c: c.stream.version(None), "None"),
+    "stream version: long": (lambda c: c.stream.version("v" * 65), "v" * 20),
+    "stream checkpointed: text": (lambda c: c.stream.checkpointed("one"), "one"),
+    "stream checkpointed: oldest": (lambda c: c.stream.checkpointed(0, oldest_kept="one"), "one"),
+    "stream resume: text": (lambda c: c.streamed.stream().resume("state"), "state"),
+    "stream resume: empty": (lambda c: c.streamed.stream().resume({}), "'part'"),
+    "stream resume: part": (lambda c: c.resume(part="half"), "half"),
+    "stream resume: unused is None": (lambda c: c.resume(unused=None), "None"),
+    "stream resume: unused is one id": (lambda c: c.resume(unused="math.0/1"), "math.0/1"),
+    "stream resume: version": (lambda c: c.resume(version="one"), "one"),
+    "stream resume: reader": (lambda c: c.resume(reader=None), "None"),
+    "stream resume: again": (lambda c: c.stream.resume(), "resumed already"),
     # -- closed
     "closed buffer: ledger": (lambda c: c.closed.ledger(), "closed"),
     "closed buffer: writer": (lambda c: c.closed.writer("w"), "closed"),
@@ -229,6 +254,9 @@ class Opened:
         self.writer = self.buffer.writer("w")
         self.reader = self.buffer.reader(timeout_seconds=5.0)
         self.reader.start()
+        self.streamed = rlbuffer.connect("memory://", run="streamed")
+        self.stream = self.streamed.stream(timeout_seconds=5.0)
+        self.stream.resume()
         self.ended = self.buffer.reader(1, 2, timeout_seconds=5.0)
         self.ended.start()
         self.ended.close()
@@ -241,6 +269,9 @@ class Opened:
     def publish(self, *arguments: Any, **options: Any) -> None:
         self.buffer.policy.publish(*arguments, **options)
 
+    def resume(self, **changes: Any) -> None:
+        self.streamed.stream().resume({**Stream.BEGINNING, **changes})
+
     def load(self, **changes: Any) -> None:
         self.buffer.reader().load_state_dict({"step": 1, "epoch": 1, "digest": "abc", "steps": []} | changes)
 
@@ -250,6 +281,7 @@ def opened() -> Iterator[Opened]:
     made = Opened()
     yield made
     made.buffer.close()
+    made.streamed.close()
 
 
 @pytest.mark.parametrize("name", CALLS)
