@@ -76,6 +76,9 @@ def test_the_batch_file_trains_a_run_to_its_end_and_goes_on_with_it_when_started
         "MAXMEMORY": "1gb",
         "PORT": str(free_port()),
         "RENDEZVOUS": str(free_port()),
+        "GATEWAYS": "1",
+        "RLBUFFER_GATEWAY__ENGINES": json.dumps([f"http://127.0.0.1:{free_port()}"]),  # none is there, yet
+        "RLBUFFER_GATEWAY__LISTEN": f"127.0.0.1:{free_port()}",
     }
     for last, ranks in ((1, "2"), (2, "1")):
         steps.unlink(missing_ok=True)
@@ -87,9 +90,11 @@ def test_the_batch_file_trains_a_run_to_its_end_and_goes_on_with_it_when_started
         assert (ran.returncode, f"finished at step {last}" in ran.stdout) == (0, True), ran.stdout + ran.stderr
     metrics = (home.path / "shared" / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["resumed_from"] for line in metrics] == [0, 1]
-    # Workers and batcher left before the server did.
+    # Workers, batcher and gateway left before the server did.
     assert ran.stdout.count("stopped after") == 2
+    assert ran.stdout.count("stopped: 0 calls") == 1
     assert "cannot reach" not in ran.stdout + ran.stderr
     password = (home.path / "shared" / "redis-password").read_text()
     begun = Path(f"{steps}.commands").read_text()
     assert (len(password), password in begun, begun.count("rlbuffer worker vcopy --replica 0")) == (32, False, 2)
+    assert begun.count("rlbuffer gateway --replica 0") == 2

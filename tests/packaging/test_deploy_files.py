@@ -29,8 +29,9 @@ from rlbuffer_cli.main import COMMANDS
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
+AGENTS = KUBERNETES / "agents"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-WHO = re.compile(r"batcher|(worker|scorer) [a-z0-9-]+|rank [0-9]+")
+WHO = re.compile(r"batcher|(worker|scorer) [a-z0-9-]+|gateway(-[0-9]+)?|rank [0-9]+")
 
 
 def needed(name: str) -> Any:
@@ -64,9 +65,9 @@ def check_settings(variables: Mapping[str, str]) -> None:
     load(ROOT / "rlbuffer.toml", environ={k: v for k, v in variables.items() if k.startswith("RLBUFFER_")})
 
 
-def documents(folder: Path = KUBERNETES) -> Iterator[dict[str, Any]]:
+def documents() -> Iterator[dict[str, Any]]:
     yaml = needed("yaml")
-    for path in sorted(folder.glob("*.yaml")):
+    for path in sorted(KUBERNETES.rglob("*.yaml"), key=lambda path: path.name):
         if path.name != "kustomization.yaml":
             yield from yaml.safe_load_all(path.read_text())
 
@@ -80,7 +81,8 @@ def pods() -> Iterator[dict[str, Any]]:
 # -- compose, container ----------------------------------------------------------------------------------------------
 def test_compose_is_of_its_specification_and_starts_what_there_is() -> None:
     compose_spec, yaml = needed("compose_spec"), needed("yaml")
-    content = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / "compose.yaml").read_text())  # of variables that are not set
+    content = yaml.safe_load(text)
     compose_spec.PyCompose.from_json(json.dumps(content)).validate()
     for name, service in content["services"].items():
         if name == "redis":
@@ -109,10 +111,14 @@ def test_every_manifest_is_of_its_schema() -> None:
 
 def test_pods_start_what_there_is_with_settings_that_there_are() -> None:
     yaml = needed("yaml")
-    kustomization = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())
-    assert {path.name for path in KUBERNETES.iterdir()} == {"kustomization.yaml", *kustomization["resources"]}
+    kustomization, component = (
+        yaml.safe_load((folder / "kustomization.yaml").read_text()) for folder in (KUBERNETES, AGENTS)
+    )
+    for folder, made in ((KUBERNETES, kustomization), (AGENTS, component)):
+        there = {path.name for path in folder.iterdir() if path.is_file()}
+        assert there == {"kustomization.yaml", *made["resources"]}
     generated = {made["name"]: made for made in kustomization["configMapGenerator"]}
-    secrets = {made["name"] for made in kustomization["secretGenerator"]}
+    secrets = {made["name"] for each in (kustomization, component) for made in each["secretGenerator"]}
     settings = dict(line.split("=", 1) for line in generated["environment"]["literals"])
     config = settings.pop("RLBUFFER_CONFIG")
     seen = []
@@ -137,25 +143,42 @@ def test_pods_start_what_there_is_with_settings_that_there_are() -> None:
         )
         probes = [container[name] for name in ("readinessProbe", "livenessProbe") if name in container]
         for probe in probes:
+            if "httpGet" in probe:
+                assert probe["httpGet"] == {"path": "/health", "port": container["ports"][0]["containerPort"]}
+                continue
             words = probe["exec"]["command"]
             if words[0] == "sh":
                 words = shlex.split(words[-1].replace("$REPLICA", own["REPLICA"]))[1:]
             check_command(words)
         assert probes
-    assert seen == ["serve", "train", "worker"]
+    assert seen == ["gateway", "serve", "train", "worker"]
 
 
-def test_kustomize_puts_the_manifests_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_agents", [False, True])
+def test_kustomize_puts_the_manifests_together(tmp_path: Path, has_agents: bool) -> None:
     yaml, validate = needed("yaml"), needed("kubernetes_validate").validate
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl")
     folder = shutil.copytree(KUBERNETES, tmp_path / "mine")
     shutil.copy(ROOT / "rlbuffer.toml", folder)
     (folder / "redis-password").write_text("secret")
+    if has_agents:
+        (folder / "agents" / "gateway-token").write_text("secret")
+        with (folder / "kustomization.yaml").open("a") as file:
+            file.write("components: [agents]\n")
     made = subprocess.run(["kubectl", "kustomize", folder], check=True, capture_output=True, text=True, timeout=60)
     assert "image: rlbuffer\n" not in made.stdout
-    for document in yaml.safe_load_all(made.stdout):
+    whole = list(yaml.safe_load_all(made.stdout))
+    for document in whole:
         validate(document, "1.34", strict=True)
+    there = {(document["kind"], document["metadata"]["name"]) for document in whole}
+    assert (("Service", "gateway") in there) == has_agents
+    for document in whole:
+        pod = document["spec"].get("template", {}).get("spec", {}) if "spec" in document else {}
+        for volume in pod.get("volumes", ()):
+            for kind, key in (("configMap", "name"), ("secret", "secretName")):
+                if kind in volume:
+                    assert (kind[0].upper() + kind[1:], volume[kind][key]) in there
 
 
 def test_the_server_of_the_cluster_asks_for_the_password(tmp_path: Path) -> None:
@@ -190,7 +213,7 @@ def test_the_server_of_the_cluster_asks_for_the_password(tmp_path: Path) -> None
 def test_a_unit_starts_what_there_is_with_settings_that_there_are(unit: Path) -> None:
     lines = [line.partition("=") for line in unit.read_text().splitlines() if "=" in line and not line.startswith("#")]
     (start,) = [value for name, _, value in lines if name == "ExecStart"]
-    check_command(start.replace("%i", "vcopy").split())
+    check_command(start.replace("%i", "0" if "gateway" in unit.name else "vcopy").split())
     given = [word for name, _, value in lines if name == "Environment" for word in value.split()]
     settings = dict(word.split("=", 1) for word in given)
     assert settings.pop("RLBUFFER_CONFIG") == "/etc/rlbuffer/rlbuffer.toml"
