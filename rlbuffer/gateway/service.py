@@ -2,6 +2,7 @@
 
     POST /v1/open_rollouts {"env", "size", "key"}                    takes a ticket -> a base URL for each rollout
     POST /r/CAPABILITY/v1/chat/completions | messages | responses    what the agent's own client sends
+    POST /r/CAPABILITY/touch                                         the rollout is at work: it is not abandoned yet
     POST /r/END_KEY/end {"reward" | "rewards" | "failure"}           the rollout has ended
     GET  /health, /v1/models
 
@@ -41,7 +42,7 @@ from rlbuffer.errors import (
     ServerUnreachable,
     TicketGone,
 )
-from rlbuffer.gateway.answering import RETRY_SECONDS, Answering, told_of, unknown_refusal
+from rlbuffer.gateway.answering import RETRY_SECONDS, Answering, ended_refusal, told_of, unknown_refusal
 from rlbuffer.gateway.dialects.base import Dialect, openai_error
 from rlbuffer.gateway.dialects.chat import CHAT
 from rlbuffer.gateway.dialects.messages import MESSAGES
@@ -59,7 +60,7 @@ from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.info import ENV_NAME
 from rlbuffer.store.gateway import GRACE_SECONDS, MOST_ROLLOUTS, GatewayStore
-from rlbuffer.store.open_rollouts import Begun, End, capability_of, checked_end, name_of
+from rlbuffer.store.open_rollouts import Begun, End, OpenRollout, OpenState, capability_of, checked_end, name_of
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -152,6 +153,7 @@ class Gateway:
         app.router.add_post("/v1/open_rollouts", self._guarded(self._begin, openai_error))
         for prefix in ("", "/r/{capability}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_post(f"{prefix}/touch", self._guarded(self._touch, openai_error))
             app.router.add_post(f"{prefix}/end", self._guarded(self._end, openai_error))
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._guarded(self._count, MESSAGES.error))
             for path, dialect in DIALECTS.items():
@@ -241,6 +243,7 @@ class Gateway:
                         "name": name,
                         "base_url": f"{self.url}/r/{capability}/v1",
                         "anthropic_base_url": f"{self.url}/r/{capability}",
+                        "touch_url": f"{self.url}/r/{capability}/touch",
                         "end_url": f"{self.url}/r/{end_key}/end",
                         "api_key": capability,
                     }
@@ -288,6 +291,19 @@ class Gateway:
                 )
             with self.pulse.waiting_for_ticket():
                 await asyncio.sleep(TICKET_POLL_SECONDS)
+
+    async def _touch(self, request: web.Request) -> web.Response:
+        capability = self._capability(request)
+
+        def work() -> OpenRollout:
+            found = self._store.look_up(capability).rollout
+            self._store.touch(capability)
+            return found
+
+        found: OpenRollout = await _on_server(work)
+        if found.state is not OpenState.OPEN:
+            raise ended_refusal(found.name)
+        return web.json_response({"state": "open", "idle_seconds": self._settings.idle_seconds})
 
     async def _end(self, request: web.Request) -> web.Response:
         self._authorize(request)

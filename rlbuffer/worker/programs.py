@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 ASK_SECONDS = 0.5
 """Seconds between two asks for a ticket, and between two looks at the wish to stop."""
+TOUCH_SECONDS = 30.0
+"""Longest time between two touches of an open rollout whose program runs."""
 DRAIN_SECONDS = 15.0
 """Time that programs have when their worker ends."""
 _log = logging.getLogger(__name__)
@@ -64,7 +66,8 @@ def run_programs(
     base = env.gateway or gateway_url(buffer.settings.gateway)
     store = buffer.store.role(GatewayStore)
     store.open_run()
-    return asyncio.run(_Programs(store, name, settings, env, base, section, stop).run())
+    idle = buffer.settings.gateway.idle_seconds
+    return asyncio.run(_Programs(store, name, settings, env, base, section, idle, stop).run())
 
 
 def gateway_url(settings: GatewaySettings) -> str:
@@ -90,10 +93,11 @@ class _Programs:
         env: Command,
         base: str,
         section: str,
+        idle_seconds: float,
         stop: threading.Event,
     ) -> None:
         self._store, self._name, self._settings, self._env = store, name, settings, env
-        self._base, self._section, self._stop = base, section, stop
+        self._base, self._section, self._idle, self._stop = base, section, idle_seconds, stop
         self._pulse = Pulse(store, name, env.name)
 
     async def run(self) -> bool:
@@ -137,7 +141,8 @@ class _Programs:
         ticket = Ticket(env=env.name, number=numbers[0], group_id=f"{env.name}.{numbers[0]}")
         about = {"prompt_id": str(ticket.number)}
         try:
-            return store.begin(secrets.token_urlsafe(32), ticket, size=self._settings.group_size, about=about)
+            key, size = secrets.token_urlsafe(32), self._settings.group_size
+            return store.begin(key, ticket, size=size, about=about, idle_seconds=self._idle)
         except TicketGone:
             return None
         except BaseException:
@@ -156,6 +161,7 @@ class _Programs:
     async def _rollout(self, begun: Begun, index: int, capability: str) -> None:
         """Runs one program, and ends its rollout, whatever becomes of it."""
         end = End(failure=Failure("stopped", "its worker ended"))
+        touching = asyncio.create_task(self._touched(capability))
         try:
             environment = self._env.environment_of(self._base, capability, begun.number, index)
             end = await self._env.end_of(environment, self._settings.rollout_timeout_seconds)
@@ -163,7 +169,15 @@ class _Programs:
             end = failed(kind_of(type(error).__name__), str(error))
             _log.warning("the program of open rollout %s could not be run", begun.names[index], exc_info=error)
         finally:
+            touching.cancel()
             await asyncio.shield(asyncio.ensure_future(self._ended(begun.names[index], capability, end)))
+
+    async def _touched(self, capability: str) -> None:
+        """Keeps an open rollout from being abandoned while its program runs, whether that asks anything or not."""
+        while True:
+            await asyncio.sleep(min(TOUCH_SECONDS, self._idle / 3))
+            with suppress(ServerUnreachable, ServerRefused, RunGone):
+                await in_thread(partial(self._store.touch, capability))
 
     async def _ended(self, name: str, capability: str, end: End) -> None:
         """A server that is away or full is waited for, until the rollout is abandoned there."""

@@ -6,8 +6,8 @@ A process finds the addresses in its environment, where clients look for them: `
 ``{"reward": 1.0, "rewards": {"style": 0.5}}``, or ``{"failure": "no answer"}``. Another exit code than 0, no such line,
 or more time than a rollout may take is a failed attempt.
 
-No variable of rlbuffer reaches it. It has a process group of its own, which is killed whole at its end: what it has
-started does not outlive it.
+No variable of rlbuffer reaches it. What it has started does not outlive it, nor does it outlive its worker: a keeper
+(:mod:`rlbuffer.worker.envs.keeper`) stands between them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import json
 import os
 import re
 import shlex
-import signal
+import sys
 from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, validate_call
 
@@ -31,6 +31,7 @@ from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.records.checks import MAX_NUMBER, escaped
 from rlbuffer.records.failure import Failure
 from rlbuffer.store.open_rollouts import End, checked_end
+from rlbuffer.worker.envs import keeper
 
 KEPT_BYTES = 1 << 16
 """Bytes of a program's output that are kept, the last ones."""
@@ -82,9 +83,12 @@ class Command:
     def environment_of(self, base: str, capability: str, number: int, index: int) -> dict[str, str]:
         """The variables of a process, whose rollout has this capability at the gateway `base`."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("RLBUFFER_")}
+        found = {**own, **self._environment}
+        # A proxy would get the capability, and reach another host by the gateway's address.
+        spared = [found.get("NO_PROXY", ""), found.get("no_proxy", ""), urlsplit(base).hostname or ""]
         return {
-            **own,
-            **self._environment,
+            **found,
+            **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(filter(None, dict.fromkeys(spared)))),
             "OPENAI_BASE_URL": f"{base}/r/{capability}/v1",
             "OPENAI_API_KEY": capability,
             "ANTHROPIC_BASE_URL": f"{base}/r/{capability}",
@@ -96,38 +100,77 @@ class Command:
 
     async def end_of(self, environment: Mapping[str, str], seconds: float) -> End:
         """Runs the program once, for so long at most. Cancelled, it is killed."""
-        said, complained = _Output(), _Output()
+        said, complained, kept = _Output(), _Output(), _Kept()
         try:
             await said.open()
             await complained.open()
-            process = await asyncio.create_subprocess_exec(
-                *self.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=said.writing,
-                stderr=complained.writing,
-                cwd=self._directory,
-                env=dict(environment),
-                start_new_session=True,
+            process = await kept.start(
+                self.command, stdout=said.writing, stderr=complained.writing, cwd=self._directory, env=dict(environment)
             )
         except (OSError, ValueError) as error:
             await said.close()
             await complained.close()
+            kept.close()
             return failed("not_started", f"{self.command[0]}: {error}")
         try:
             async with asyncio.timeout(seconds):
-                code = await process.wait()
+                await process.wait()
         except TimeoutError:
             return failed("timeout", f"it was killed after {seconds:g} s")
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kept.end()
             await process.wait()
+            ended = kept.close()
             output, complaint = await said.close(), await complained.close()
+        how, _, value = ended.partition(" ")
+        if how == "error":
+            return failed("not_started", f"{self.command[0]}: {value}")
         told = complaint.strip()[-TOLD_CHARACTERS:]
-        if code:
-            how = f"exit_{code}" if code > 0 else f"signal_{-code}"
-            return failed(how, told)
-        return read_end(output, told)
+        if ended == "exit 0":
+            return read_end(output, told)
+        return failed(f"{how}_{value}" if ended else "killed", told)
+
+
+class _Kept:
+    """A program and its keeper (:mod:`rlbuffer.worker.envs.keeper`), which ends with this process."""
+
+    def __init__(self) -> None:
+        self._control = self._report = -1
+
+    async def start(self, command: Sequence[str], **how: Any) -> asyncio.subprocess.Process:
+        """Starts both. Raises OSError, ValueError."""
+        controlled = reporting = -1
+        try:
+            controlled, self._control = os.pipe()
+            self._report, reporting = os.pipe()
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", keeper.__file__, str(controlled), str(reporting), *command),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=(controlled, reporting),
+                start_new_session=True,
+                **how,
+            )
+        finally:
+            for given in (controlled, reporting):
+                if given >= 0:
+                    os.close(given)
+
+    def end(self) -> None:
+        """Has the program killed, if it runs."""
+        if self._control >= 0:
+            os.close(self._control)
+            self._control = -1
+
+    def close(self) -> str:
+        """How the program ended, once its keeper has; "" where that was killed."""
+        self.end()
+        if self._report < 0:
+            return ""
+        try:
+            return os.read(self._report, 1 << 13).decode("utf-8", "replace")
+        finally:
+            os.close(self._report)
+            self._report = -1
 
 
 class _Output:
@@ -160,7 +203,7 @@ class _Output:
         if self._task is None:  # it was not opened
             return ""
         os.close(self.writing)
-        await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)  # who left the process group may still hold it
+        await asyncio.wait({self._task}, timeout=CLOSE_SECONDS)  # who could not be killed may still hold it
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._transport.close()

@@ -495,6 +495,22 @@ def test_a_call_that_an_engine_works_at_for_long_is_not_abandoned(
         stage.close()
 
 
+def test_an_agent_that_is_touched_is_not_abandoned(redis_url: str, run_name: str) -> None:
+    stage = Stage(redis_url, run_name, idle_seconds=3.0)
+    try:
+        agent, other = stage.agent(), stage.agent()
+        for _ in range(12):
+            assert httpx.post(agent.opened["touch_url"], json={}, timeout=60).json()["state"] == "open"
+            time.sleep(0.5)
+        refused = httpx.post(other.opened["touch_url"], json={}, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "rollout_ended")
+        unknown = httpx.post(agent.opened["touch_url"].replace("/r/", "/r/x"), json={}, timeout=60)
+        assert unknown.status_code == 404
+        assert agent.end().status_code == 200
+    finally:
+        stage.close()
+
+
 def test_a_rollout_that_has_become_too_old_fails_while_it_runs(stage: Stage) -> None:
     agent = stage.agent()
     agent.ask("say one")

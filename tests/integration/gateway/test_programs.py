@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +22,7 @@ from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.store.open_rollouts import checked_end, open_rollouts
-from rlbuffer.worker.envs.command import read_end
+from rlbuffer.worker.envs.command import Command, read_end
 from rlbuffer.worker.loop import run_worker
 
 ASKING = """
@@ -48,7 +53,7 @@ def played(stage: Stage, program: str, *, rollouts: int = 2, **more: Any) -> lis
         **{"rollout_timeout_seconds": 60.0, **more},
     )
     stop = threading.Event()
-    with connect(stage.server, run=stage.run) as buffer:
+    with connect(stage.server, run=stage.run, config=stage.first.settings) as buffer:
         assert run_worker(buffer, "programs", settings, stop=stop)
     return stage.rollouts(rollouts)
 
@@ -96,6 +101,83 @@ def test_a_program_has_its_time_and_what_it_has_started_goes_with_it(stage: Stag
     assert rollout.failure.kind == "timeout"
     pid = int((tmp_path / "pid").read_text())
     stage.wait_for(lambda: not is_running(pid))
+
+
+LEAVERS = {
+    "child": "subprocess.Popen(['sleep', '1000'])",
+    "session": "subprocess.Popen(['sleep', '1000'], start_new_session=True)",
+    "daemon": "subprocess.Popen(['sh', '-c', 'setsid sleep 1000 & setsid sh -c \"sleep 1000 & sleep 1000\" &'])",
+    "stubborn": "subprocess.Popen(['setsid', 'sh', '-c', 'trap : TERM HUP; sleep 1000; sleep 1000'])",
+}
+"""How a program leaves others behind."""
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that have a variable of this text."""
+    found = []
+    for place in Path("/proc").iterdir():
+        with suppress(OSError):
+            if place.name.isdigit() and mark.encode() in (place / "environ").read_bytes():
+                found += [int(place.name)] * is_running(int(place.name))
+    return found
+
+
+@pytest.mark.parametrize("how", LEAVERS)
+@pytest.mark.parametrize("end", ["exit", "timeout", "stop", "kill"])
+def test_nothing_that_a_program_has_started_outlives_it_or_its_worker(tmp_path: Path, how: str, end: str) -> None:
+    ready, mark = tmp_path / "ready", f"mark-{uuid.uuid4().hex}"
+    stays = "" if end == "exit" else "time.sleep(1000)"
+    program = f"import subprocess, sys, time\n{LEAVERS[how]}\ntime.sleep(0.3)\nopen({str(ready)!r}, 'w')\n{stays}"
+    seconds = 3.0 if end == "timeout" else 999.0
+    worker = (
+        "import asyncio, os\nfrom rlbuffer.worker.envs.command import Command\n"
+        f"made = Command(command=[{sys.executable!r}, '-c', {program!r}])\n"
+        "async def work():\n"
+        f"    task = asyncio.create_task(made.end_of(dict(os.environ, MARK={mark!r}), {seconds}))\n"
+        f"    while not os.path.exists({str(ready)!r}): await asyncio.sleep(0.01)\n"
+        f"    if {end == 'stop'}: task.cancel()\n"
+        "    await asyncio.gather(task, return_exceptions=True)\n"
+        "asyncio.run(work())\n"
+        f"open({str(tmp_path / 'done')!r}, 'w')\nimport time\ntime.sleep(1000)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", worker])
+    try:
+        while not ready.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        if end == "kill":
+            process.kill()
+        else:
+            while not (tmp_path / "done").exists():
+                assert process.poll() is None
+                time.sleep(0.01)
+            assert marked(mark) == []
+        while marked(mark):
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_program_is_killed_with_its_keeper(tmp_path: Path) -> None:
+    mark, seen = f"mark-{uuid.uuid4().hex}", list[int]()
+
+    async def work() -> Any:
+        made = Command(command=["sleep", "1000"])
+        task = asyncio.create_task(made.end_of(dict(os.environ, MARK=mark), 999.0))
+        while len(seen) < 2:
+            seen[:] = marked(mark)
+            await asyncio.sleep(0.01)
+        (keeper,) = (pid for pid in seen if b"keeper.py" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(keeper, signal.SIGKILL)
+        return await task
+
+    end = asyncio.run(work())
+    assert end.failure.kind == "killed"
+    while marked(mark):
+        time.sleep(0.01)
 
 
 def test_what_a_program_has_left_behind_is_killed_at_its_end(stage: Stage, tmp_path: Path) -> None:
@@ -149,6 +231,48 @@ def test_a_worker_that_is_stopped_ends_its_programs(stage: Stage, monkeypatch: p
         stop.set()
         thread.join()
     assert [r.failure and r.failure.kind for r in stage.rollouts(2)] == ["stopped", "stopped"]
+
+
+@pytest.mark.parametrize("idle", [1.0, 3.0])
+def test_a_program_that_asks_nothing_for_long_is_not_abandoned(redis_url: str, run_name: str, idle: float) -> None:
+    stage = Stage(redis_url, run_name, idle_seconds=idle)
+    try:
+        program = f"{ASKING}\nimport time\ntime.sleep({idle + 3})\nprint(0.25)"
+        rollouts = played(stage, program, rollouts=2)
+        assert [(r.reward, r.failure) for r in rollouts] == [(0.25, None)] * 2
+    finally:
+        stage.close()
+
+
+def test_a_worker_that_is_gone_leaves_its_rollouts_to_the_idle_limit_of_the_settings(
+    redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(redis_url, run_name, idle_seconds=1.0)
+    try:
+        from rlbuffer.worker import programs
+
+        monkeypatch.setattr(programs._Programs, "_touched", lambda *_: asyncio.sleep(1000))
+        (rollout,) = played(stage, "import time; time.sleep(8)", rollouts=1)
+        assert rollout.failure is not None
+        assert rollout.failure.kind == "abandoned"
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("spared", [{}, {"NO_PROXY": "example.com"}, {"no_proxy": "example.com,.local"}])
+def test_a_proxy_gets_no_capability(stage: Stage, monkeypatch: pytest.MonkeyPatch, spared: dict[str, str]) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in spared.items():
+        monkeypatch.setenv(name, text)
+    (rollout,) = played(stage, ASKING, rollouts=1)
+    assert rollout.reward == 1.0
+    made = Command(command=["true"]).environment_of("http://gateway.example:8400", "key", 1, 0)
+    for name in ("NO_PROXY", "no_proxy"):
+        given = [host for hosts in spared.values() for host in hosts.split(",")]
+        assert {*made[name].split(",")} >= {"gateway.example", *given}
 
 
 @pytest.mark.parametrize(
