@@ -143,7 +143,7 @@ def _jam_first(world: World) -> None:
 
 def _drop_first(world: World, args: Sequence[bytes]) -> None:
     """An operator drops what a recovery names."""
-    entries, keys = 11 + 2 * int(args[10]), world.invariants.keys
+    entries, keys = 12 + 3 * int(args[11]), world.invariants.keys
     if not int(args[entries]) or world.dice.random() < 0.2:
         return
     pending = next((e for e in world.invariants.pool.values() if b"%d-%d" % e.entry_id == args[entries + 1]), None)

@@ -215,7 +215,7 @@ class Defects:
     def _recover(self, args: list[bytes]) -> Iterator[Wrong]:
         yield Wrong(b"NONE", [*args[:2], OTHER, *args[3:]])
         yield Wrong(b"FENCED", [OTHER, *args[1:]])
-        at = 11 + 2 * int(args[10])
+        at = 12 + 3 * int(args[11])
         if int(args[at]) and self._is_pending(args[at + 1]):
             more = [*args[: at + 2], b"%d" % (int(args[at + 2]) + 1), *args[at + 3 :]]
             yield Wrong(b"UNEQUAL", more, earlier=(b"NONE",))

@@ -18,7 +18,7 @@ from simulation.committed_steps import CommittedSteps
 from simulation.fences import Fences
 from simulation.network import Network
 from simulation.opened import Opened
-from simulation.rewinds import Rewinds
+from simulation.rewinds import Rewinds, said_unused
 from simulation.server import Command, Server
 from simulation.values import StreamId, stream_id
 
@@ -125,7 +125,7 @@ class Invariants(CommittedSteps, Fences, Rewinds, Opened):
         first, reply = commands[0], replies[0]
         is_done = first[0] == b"EVALSHA" and isinstance(reply, list) and reply[:1] == [b"OK"]
         name = self.script_of(first) if is_done else ""
-        self._said_unused = _said_unused(first) if name == "REPORT" else {}
+        self._said_unused = said_unused(first[3 + int(first[2]) + 11]) if name == "REPORT" else {}
         if name == "RECOVER":
             self._recovered(first[3 + int(first[2]) :], int(reply[1]))
             self.on_moment("a recovery")
@@ -355,9 +355,3 @@ class Invariants(CommittedSteps, Fences, Rewinds, Opened):
                     self.fail("I11", f"{key.decode()} belongs to nothing and stays for ever")
             elif users or key in pending:
                 self.fail("I2", f"{key.decode()} of {f'step {users}' if users else 'the pool'} has a time to live")
-
-
-def _said_unused(report: Command) -> dict[int, tuple[int, int]]:
-    """Step -> rollouts and tokens that the trainer has not trained of it, by its report."""
-    lines = report[3 + int(report[2]) + 11].decode().splitlines()
-    return {int(step): (int(rollouts), int(tokens)) for step, _, rollouts, tokens, _ in map(str.split, lines)}

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
+from rlbuffer.wire import payload
+
 _KNOWLEDGE = (
     "pool",
     "strange",
@@ -30,6 +32,18 @@ _KNOWLEDGE = (
     "open_counts",
     "accounted",
 )
+
+
+def said_unused(lines: bytes) -> dict[int, tuple[int, int]]:
+    """Step -> rollouts and tokens that were given and not trained, by what REPORT or RECOVER is told."""
+    told = (line.split() for line in lines.decode().splitlines())
+    return {int(step): (int(rollouts), int(tokens)) for step, _, rollouts, tokens, *_ in told}
+
+
+def unused_ids(lines: bytes) -> set[str]:
+    """The rollouts in these lines, whose ids are unique over all groups."""
+    told = (line.split()[4] for line in lines.decode().splitlines())
+    return {rollout_id for ids in told for rollout_id in payload.loads(bytes.fromhex(ids), limit=2**20)}
 
 
 class Rewinds:
@@ -64,24 +78,31 @@ class Rewinds:
         if epoch <= self._highest.get("meta epoch", 0):
             self.fail("I4", f"the run was recovered in epoch {epoch}, in which steps were lost")
         step, fork, before = int(args[3]), int(args[6]), self._highest.get("trainer trained", 0)
+        said = said_unused(args[10])
         for number, live in self.steps.items():
             self._suspects |= live.payloads
             for env, (rollouts, tokens) in live.amounts.items() if number > before else ():
                 self._move(env, "packed", (-rollouts, -tokens))
                 if not fork or number < fork:
-                    self._move(env, "trained", (rollouts, tokens))
+                    left = said.get(number, (0, 0))
+                    self._move(env, "trained", (rollouts - left[0], tokens - left[1]))
         if fork:
             self._make_void(fork)
         self.steps.clear()
-        at = 11 + 2 * int(args[10])
-        for group in args[11:at:2]:
+        self.unused.clear()
+        at = 12 + 3 * int(args[11])
+        for group in args[12:at:3]:
             self._close(group.decode(), "the recovery")
-        count, at = int(args[at]), at + 1
+        count, at, counted = int(args[at]), at + 1, unused_ids(args[10])
         for _ in range(count):
             milliseconds, _, place = args[at].partition(b"-")
             entry = self.pool.get((int(milliseconds), int(place)))
             if entry is not None:
-                self._move(entry.env, "trained", (int(args[at + 1]), int(args[at + 2])))
+                own, trained = entry.ids() - counted, int(args[at + 1])
+                if len(own) != trained:
+                    self.fail("I10", f"{trained} rollouts of {entry.group} count as trained, and not {len(own)}")
+                counted |= own
+                self._move(entry.env, "trained", (trained, int(args[at + 2])))
             at += 4 + 3 * int(args[at + 3])
         self.digests = {n: digest for n, digest in self.digests.items() if n < step} | {step: args[4].decode()}
         self._highest |= {"trainer trained": step, "meta step": step, "meta retired": step, "trainer oldest_kept": 0}

@@ -60,7 +60,7 @@ def scored(reward: float | None) -> str:
 def headline(view: GroupView) -> list[str | Text]:
     """The group in a few lines."""
     why = f"({view.reason}: {printable(view.detail)})" if view.reason else ""
-    state = look.state(view.state, f"in step {view.step}" if view.step else why)
+    state = look.state(view.state, f"in step {view.step}" if view.step and not view.reason else why)
     versions = f"{view.min_version}-{view.max_version}" if view.max_version > view.min_version else view.min_version
     whole = plural(view.planned_size or view.rollouts, "rollout")
     lines: list[str | Text] = [
@@ -262,11 +262,13 @@ def life(view: GroupView, member: RolloutView) -> list[str]:
         by = f" by {printable(view.worker)}" if view.worker else ""
         stages.append(f"pushed {moment(view.created)}{by}")
     waited = f", {duration(view.waited_seconds)} after the push" if view.waited_seconds is not None else ""
-    if member.left_out:
+    if member.left_out and member.step is None:
         return [*stages, f"left out of step {view.step}, which trains its group{waited} ({member.left_out})"]
     if member.step is not None:
         where = f", rank {member.place.rank}, row {member.place.row}" if member.place else ""
         stages.append(f"packed into step {member.step}{where}{waited}")
+    if member.left_out:
+        return [*stages, f"given to the trainer, and not trained ({member.left_out})"]
     if view.state == State.DROPPED:
         return [*stages, f"dropped{waited} ({view.reason}{f': {printable(view.detail)}' if view.detail else ''})"]
     return stages + ([view.state] if view.state != State.PACKED else [])

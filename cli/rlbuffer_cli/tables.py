@@ -50,7 +50,7 @@ class GroupRow(NamedTuple):
         """With its step, or why it was dropped."""
         view = self.view
         uses = f" (use {view.uses})" if view.uses > 1 else ""
-        return look.state(view.state, f"in {view.step}{uses}" if view.step else view.reason)
+        return look.state(view.state, view.reason or (f"in {view.step}{uses}" if view.step else ""))
 
     @property
     def size(self) -> str:

@@ -196,12 +196,16 @@ def detail_of(archive: Archive, group: ArchivedGroup) -> GroupDetail:
     """A group of the archive as `inspect` shows groups."""
     rows = {} if group.step is None else archive.row_numbers(group.step)
     members = tuple(_member(member, rows) for member in group.members)
-    return GroupDetail(view=_view(group, members), members=members, answer=group.answer, metadata=group.metadata)
+    return GroupDetail(
+        view=_view(archive, group, members), members=members, answer=group.answer, metadata=group.metadata
+    )
 
 
-def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
+def _view(archive: Archive, group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
     """By its record in the history, as a server shows a dropped group, and by the rollouts that are there."""
     used = [member for member in members if not member.left_out]
+    unused = "" if used else next((member.left_out for member in members), "")
+    used = used or [*members]
     oldest = min((member.min_version for member in used), default=0)
     if (dropped := group.dropped) is not None:
         record = {**dropped.record, **asdict(dropped), "at": dropped.at_ms / 1000}
@@ -210,9 +214,10 @@ def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
         view = GroupView(
             group_id=group.group_id,
             env=group.env,
-            state=State.TRAINED,
+            state=State.DROPPED if unused else State.TRAINED,
+            reason=unused,
             rollouts=len(used),
-            age=None if group.step is None else group.step - 1 - oldest,
+            age=None if group.step is None else archive.version_trained(group.step, _adapter(group)) - oldest,
             tokens=sum(member.length for member in used),
             step=group.step,
             detail=left_out_in_words(members),
@@ -232,8 +237,12 @@ def _view(group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
         created=view.created or pushed or None,
         worker=view.worker or row.get("worker") or "",
         max_version=max((member.max_version for member in used), default=view.max_version),
-        adapter=row.get("adapter") or "",
+        adapter=_adapter(group),
     )
+
+
+def _adapter(group: ArchivedGroup) -> str:
+    return next((str(member.row.get("adapter") or "") for member in group.members), "")
 
 
 def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> RolloutView:

@@ -11,6 +11,7 @@ from rlbuffer.archive.rows import Source
 from rlbuffer.archive.writer import ArchiveWriter, history_rows
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.history import Dropped
 from rlbuffer.store.part_rollouts import StepBytes
@@ -80,10 +81,11 @@ def copy_history(store: Viewer, writer: ArchiveWriter) -> int:
         if not page.records:
             return added
         drops = {
-            str(row["group_id"]): (row, record)  # of several drops of a group, its rollouts stand once
+            # Of several drops of a group, its rollouts stand once; those of what was unused stand with its step.
+            str(row["group_id"]): (row, record)
             for entry_id, record in page.records
             for row in history_rows(entry_id, record)
-            if row["kind"] == Dropped.event and row.get("group_id")
+            if row["kind"] == Dropped.event and row.get("group_id") and row["reason"] != Reason.UNUSED
         }
         writer.add_history(page.records, _of_drops(store, drops), is_cut=page.is_cut)
         added += len(page.records)

@@ -24,7 +24,9 @@ from rlbuffer.archive.schema import (
 )
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound, PayloadError
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.text import several_ids
 from rlbuffer.store.history import Committed, Dropped, RunRewound, StepsVoided
 from rlbuffer.store.keys import Keys
@@ -155,6 +157,8 @@ class Archive:
         self._names = steps_names(self.folder)
         self._row_numbers: tuple[int, dict[tuple[int, int], int]] = (0, {})
         """The step whose rows were asked for last, and these."""
+        self._last_header: tuple[int, StepHeader | None] = (0, None)
+        """The step whose header was asked for last, and this."""
         if not self._names and not history_names(self.folder):
             raise ArchiveError(f"{self.folder} holds no archive: it has no file steps-*.parquet")
 
@@ -215,6 +219,7 @@ class Archive:
     def rollouts(self, step: int, *, left_out: bool = False) -> Iterator[ArchivedRollout]:
         """The rollouts of a step, by group, or those that its groups hold besides, with why they were left out.
 
+        What a stream's trainer was given and has not trained is among those that were left out, ``unused``.
         Raises NotFound when the archive does not have it.
         """
         rows = self._rows_of(step)
@@ -227,12 +232,15 @@ class Archive:
     def all_groups(self) -> Iterator[ArchivedGroup]:
         """Every group of the steps that count, by step, then every drop. Each file is read once."""
         for file, steps in groupby(self.steps, key=lambda step: step.file):
-            numbers = {step.step for step in steps}
+            digests = {step.step: step.digest for step in steps}
             for number, rows in groupby(self.rows(_beside(file)), key=lambda row: int(row["step"])):
-                if number in numbers:
-                    yield from _groups_in(rows, number)
+                if number in digests:
+                    yield from _groups_in(self._marked(rows, digests[number]), number)
         for file, drops in groupby(self._drops(), key=lambda pair: pair[0]):
-            by_key = {(drop.history_id, drop.group_id): drop for _, drop in drops}
+            counts = {step.digest for step in self.steps}
+            by_key = {
+                (drop.history_id, drop.group_id): drop for _, drop in drops if drop.record.get("digest") not in counts
+            }
             rows = self.rows(file) if (self.folder / file).exists() else iter(())
             for key, its in groupby(rows, key=lambda row: (row["history_id"], row["group_id"])):
                 if (drop := by_key.pop(key, None)) is not None:
@@ -242,8 +250,25 @@ class Archive:
 
     def _rows_of(self, step: int) -> Iterator[dict[str, Any]]:
         """The rows of a step's rollouts: those that are trained, then those that its groups hold besides."""
-        rows = self.rows(_beside(self._archived(step).file))
-        return (row for row in rows if row["step"] == step)
+        archived = self._archived(step)
+        rows = self.rows(_beside(archived.file))
+        return self._marked((row for row in rows if row["step"] == step), archived.digest)
+
+    def _marked(self, rows: Iterable[dict[str, Any]], digest: str) -> Iterator[dict[str, Any]]:
+        """The rows of the step of this digest; what was not trained of it says so."""
+        unused = self._unused.get(digest, frozenset())
+        return (row | {"left_out": Reason.UNUSED} if row["rollout_id"] in unused else row for row in rows)
+
+    @cached_property
+    def _unused(self) -> dict[str, frozenset[str]]:
+        """Digest of a step -> rollouts that a stream's trainer was given in it and has not trained. The step's own file
+        may be older than what the trainer said."""
+        found: dict[str, frozenset[str]] = {}
+        for drop in self.dropped():
+            digest, rollout_ids = drop.record.get("digest"), drop.record.get("rollout_ids")
+            if drop.reason == Reason.UNUSED and isinstance(digest, str) and isinstance(rollout_ids, list):
+                found[digest] = found.get(digest, frozenset()) | frozenset(map(str, rollout_ids))
+        return found
 
     def _archived(self, number: int) -> ArchivedStep:
         """The step of this number that counts. Raises NotFound."""
@@ -251,6 +276,14 @@ class Archive:
         if archived is None:
             raise NotFound(f"the archive {self.folder} has no step {number}")
         return archived
+
+    def version_trained(self, step: int, adapter: str) -> int:
+        """The policy version that a step that counts has trained. Raises NotFound for another step."""
+        if self._last_header[0] != step or self._last_header[1] is None:
+            self._last_header = step, self.headers([self._archived(step)])[0]
+        _, header = self._last_header
+        assert header is not None
+        return version_trained(header.adapters, adapter, step)
 
     def row_numbers(self, step: int) -> Mapping[tuple[int, int], int]:
         """(rank, place) -> row of that rank, from 0, of each rollout of a step that counts; empty for another step."""

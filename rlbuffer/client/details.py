@@ -27,7 +27,7 @@ from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group, infos_of
 from rlbuffer.records.info import GroupInfo, RolloutInfo, folded, numbers_of
 from rlbuffer.records.rollout import Rollout
-from rlbuffer.records.states import State
+from rlbuffer.records.states import Reason, State
 from rlbuffer.state.text import several_ids
 from rlbuffer.store.records import PartRollout, PoolEntry, by_rollout
 from rlbuffer.store.viewer import Viewer
@@ -66,10 +66,12 @@ def detail_of(
 
     `dropped` has the payload keys of dropped groups; None: they are looked for.
     """
-    if view.state is State.DROPPED:
+    if view.state is State.DROPPED and view.step is None:
         keys = store.dropped_payloads([view.group_id]) if dropped is None else dropped
         return _dropped_detail(view, list(dropped_pushes(store, view, keys.get(view.group_id, ()), [])))
-    refs = stand_ins(sources)
+    left = store.unused().get(view.step) if view.step is not None else None
+    unused = left.rollout_ids if left is not None else ()
+    refs = stand_ins(sources) if sources or view.step is None else _in_step(store, view, unused)
     places = _places(store, view) if refs and view.step is not None else {}
     rollouts = by_rollout(refs)
     payloads = iter(store.read_payloads([*chain.from_iterable(rollouts)]) if refs else [])
@@ -77,11 +79,22 @@ def detail_of(
         rollout_view(its, view.step, places.get((its[0].payload_key, its[0].index)), [*islice(payloads, len(its))])
         for its in rollouts
     )
-    if view.step is not None:
+    members = tuple(replace(its, left_out=Reason.UNUSED) if its.rollout_id in unused else its for its in members)
+    if view.step is not None and view.state is not State.DROPPED:
         members += tuple(_left_out(store, view.step, refs))
         view = replace(view, detail=left_out_in_words(members))
     answer, metadata = _group_payload(store, refs)
     return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)
+
+
+def _in_step(store: Viewer, view: GroupView, rollout_ids: Sequence[str]) -> list[PartRollout]:
+    """These rollouts of a group as its step names them; none of a step that was retired."""
+    try:
+        parts = store.read_parts(view.step or 0)
+    except (StepRetired, NotFound):
+        return []
+    members = (ref for part in parts for ref in part.rollouts if ref.group_id == view.group_id)
+    return [ref for ref in members if ref.info.rollout_id in rollout_ids]
 
 
 def _dropped_detail(view: GroupView, pushes: Sequence[Group]) -> GroupDetail:

@@ -29,9 +29,10 @@ def export_groups(buffer: Buffer, where: str, gone: list[str]) -> Iterator[Group
     by_state: dict[State, dict[str, GroupView]] = {}
     by_step: dict[int, set[str]] = {}
     for view in views:
-        by_state.setdefault(view.state, {})[view.group_id] = view
         if view.step is not None:
             by_step.setdefault(view.step, set()).add(view.group_id)
+        else:
+            by_state.setdefault(view.state, {})[view.group_id] = view
     pending = by_state.get(State.FORMING, {}).keys() | by_state.get(State.READY, {}).keys()
     for view, entries in pending_groups(store) if pending else ():
         if view.group_id in pending:

@@ -29,7 +29,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import ReportStatus
 from rlbuffer.store.claim import pack_step, unpack_step
 from rlbuffer.store.hand import NOTHING, Hand
-from rlbuffer.store.records import Claim, Meta, TrainedStep
+from rlbuffer.store.records import Claim, Meta, NotTrained, TrainedStep
 from rlbuffer.store.trainer import TrainerStore
 
 HANDED_BACK_STEPS, HANDED_BACK_GROUPS, MOST_HANDED_BACK_STEPS = 8, 4096, 256
@@ -337,7 +337,7 @@ def remembered(
     digest: str,
     group_ids: tuple[str, ...],
     envs: Mapping[str, Mapping[str, Any]],
-    unused: Mapping[str, int] | None = None,
+    unused: Mapping[str, NotTrained] | None = None,
 ) -> TrainedStep:
     """A step's header as it is kept, and what of it was given and not trained."""
     totals = {env: (int(values["rollouts"]), int(values["tokens"])) for env, values in envs.items()}

@@ -41,7 +41,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.payloads import Trainable, read_rollouts
-from rlbuffer.store.records import Meta, PartRollout, TrainedStep
+from rlbuffer.store.records import Meta, NotTrained, PartRollout, TrainedStep
 from rlbuffer.store.trainer import TrainerStore
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
@@ -98,14 +98,14 @@ class _Held:
     """A group that was taken, until it is acknowledged."""
 
     header: StepHeader
-    tokens: Mapping[str, int]
-    """Rollout -> its tokens."""
+    rollouts: Mapping[str, NotTrained]
+    """Rollout -> what is told of it where it is not trained."""
     unused: set[str] = field(default_factory=set)
 
     def step(self) -> TrainedStep:
         """The group as it is acknowledged."""
         header = self.header
-        unused = {rollout_id: self.tokens[rollout_id] for rollout_id in sorted(self.unused)}
+        unused = {rollout_id: self.rollouts[rollout_id] for rollout_id in sorted(self.unused)}
         return remembered(header.step, header.digest, header.group_ids, header.envs, unused)
 
 
@@ -296,12 +296,11 @@ class Stream:
         if not self._is_resumed:
             self.resume()
         for taken in self.reader.given(self._next):
-            tokens = {rollout.rollout_id: sum(len(s.tokens) for s in rollout.sequences) for rollout in taken.rollouts}
-            held = _Held(header=taken.header, tokens=tokens)
+            held = _Held(header=taken.header, rollouts={its.rollout_id: _told(its) for its in taken.rollouts})
             is_first, part = taken.place == self._place + 1, self._part
             if is_first and part:
                 taken = replace(taken, part=part)
-                held.unused.update(self._part_unused & tokens.keys())
+                held.unused.update(self._part_unused & held.rollouts.keys())
             with self._lock:
                 self._held[taken.place] = held
                 self._next = taken.place + 1
@@ -405,7 +404,7 @@ class Stream:
         self.reader.__exit__(kind, error, trace)
 
     def _holder(self, rollout_id: str) -> _Held:
-        holders = [held for held in self._held.values() if rollout_id in held.tokens]
+        holders = [held for held in self._held.values() if rollout_id in held.rollouts]
         if len(holders) == 1:
             return holders[0]
         why = (
@@ -439,6 +438,13 @@ def _checked(state: Any) -> tuple[int, frozenset[str], int]:
         return part, frozenset(names("unused", state["unused"])), version
     except (InvalidRollout, InvalidArgument) as error:
         raise CheckpointError(f"resume: {error}: give what `state` of a stream was") from None
+
+
+def _told(rollout: Rollout) -> NotTrained:
+    """What is told of a rollout that is not trained."""
+    spans = [span.policy_version for its in rollout.sequences for span in its.version_spans]
+    tokens = sum(len(its.tokens) for its in rollout.sequences)
+    return NotTrained(tokens=tokens, min_version=min(spans, default=0), reward=rollout.reward)
 
 
 def _largest_max_age(meta: Meta) -> int:

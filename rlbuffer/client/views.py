@@ -61,7 +61,7 @@ class GroupView:
     """Seconds from the first push until now, or until it was packed or dropped."""
     worker: str = ""
     step: int | None = None
-    """The step that consumed it."""
+    """The step that consumed it; of what was unused the one in which the trainer was given it."""
     detail: str = ""
     """The rule that dropped it, with value and limit."""
     uses: int = 0
@@ -335,7 +335,7 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
 def _in_steps(
     store: Viewer, takes_step: Callable[[int], bool], problems: list[RlbufferError] | None
 ) -> Iterator[tuple[GroupView, Sequence[PartRollout]]]:
-    trained = store.trainer().trained
+    trained, unused = store.trainer().trained, store.unused()
     headers = [header for header in store.headers(problems=problems) if takes_step(header.step)]
     for header in sorted(headers, key=lambda h: -h.step):
         groups: dict[str, list[PartRollout]] = {}
@@ -350,9 +350,11 @@ def _in_steps(
                 raise
             problems.append(error)
             continue
+        left = unused[header.step].rollout_ids if header.step in unused else ()
         for group_id in header.group_ids:
-            if group_id in groups:
-                yield _consumed_view(group_id, groups[group_id], header, trained=trained), groups[group_id]
+            members = groups.get(group_id, [])
+            if used := [member for member in members if member.info.rollout_id not in left]:
+                yield _consumed_view(group_id, used, header, trained=trained), members
 
 
 def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHeader, *, trained: int) -> GroupView:
@@ -453,6 +455,7 @@ def dropped_view(record: Mapping[str, Any], committed: int | None = None) -> Gro
         created=created,
         waited_seconds=None if created is None or "at" not in record else max(0.0, float(record["at"]) - created),
         worker=str(record.get("worker") or ""),
+        step=step if isinstance(step := record.get("step"), int) else None,
         detail=str(record.get("detail", "")),
         min_version=int(record.get("min_version", 0)),
         max_version=int(record.get("min_version", 0)),

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlbuffer.errors import PayloadError
-from rlbuffer.store.records import Claim, TrainedStep
+from rlbuffer.store.records import Claim, NotTrained, TrainedStep
 from rlbuffer.wire import payload
 
 ATTEMPT_SECONDS = 6.0
@@ -34,7 +34,7 @@ def decode_claim(data: bytes) -> Claim:
 def pack_step(step: TrainedStep) -> dict[str, Any]:
     """A remembered step as plain values, for a claim or a checkpoint."""
     envs = {env: list(pair) for env, pair in step.envs.items()}
-    unused = {"unused": dict(step.unused)} if step.unused else {}
+    unused = {"unused": {rollout_id: list(its) for rollout_id, its in step.unused.items()}} if step.unused else {}
     return {"step": step.step, "digest": step.digest, "group_ids": list(step.group_ids), "envs": envs} | unused
 
 
@@ -45,5 +45,9 @@ def unpack_step(record: Mapping[str, Any]) -> TrainedStep:
         digest=str(record["digest"]),
         group_ids=tuple(str(group_id) for group_id in record["group_ids"]),
         envs={str(env): (int(rollouts), int(tokens)) for env, (rollouts, tokens) in record["envs"].items()},
-        unused={str(rollout_id): int(tokens) for rollout_id, tokens in record.get("unused", {}).items()},
+        unused={str(rollout_id): _not_trained(*its) for rollout_id, its in record.get("unused", {}).items()},
     )
+
+
+def _not_trained(tokens: Any, min_version: Any, reward: Any) -> NotTrained:
+    return NotTrained(int(tokens), int(min_version), None if reward is None else float(reward))

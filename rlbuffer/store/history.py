@@ -70,6 +70,12 @@ class Dropped(HistoryRecord):
     """Rollouts that it should have had."""
     pushes: Mapping[str, Sequence[Any]] | None = None
     """Suffix of the payload key -> worker and server time of each push, where it came in several."""
+    step: int | None = None
+    """Of what was unused: the step in which it lies."""
+    digest: str | None = None
+    """That of `step`."""
+    rollout_ids: Sequence[str] | None = None
+    """Of what was unused: which rollouts of the group."""
 
 
 VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")

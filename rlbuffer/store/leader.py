@@ -6,7 +6,7 @@ back a *claim*, the last steps that it has trained; the leader lets the run go o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -41,6 +41,7 @@ from rlbuffer.store.step_format import (
     left_out,
     step_digest,
 )
+from rlbuffer.store.unused import unused_lines
 from rlbuffer.store.viewer import heartbeats_of, seconds_of, sources_of, tombstone_ms, tombstone_steps
 from rlbuffer.wire import payload
 
@@ -471,25 +472,29 @@ class LeaderStore(TicketStore):
         for entry in entries:
             if entry.group_id in trained_groups:
                 pending.setdefault(entry.group_id, []).append(entry)
-        uses = [use for members in pending.values() for use in _as_trained(members)]
+        left = {step.group_ids[0]: step.unused for step in claim.steps if step.unused}
+        uses = {group_id: [*_as_trained(members, left.get(group_id, {}))] for group_id, members in pending.items()}
+        entry_uses = [use for its in uses.values() for use in its]
         record = Recovered(
             step=claim.step,
             forgotten=claim.step - common,
             void=last - common,
             groups=len(groups),
-            entries=len(uses),
+            entries=len(entry_uses),
         )
         keys = self.keys
         args: list[Any] = [self.token, trainer.number, trainer.claim, claim.step, claim.digest, claim.epoch, fork]
-        args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps(record.as_object())]
+        args += [keys.payload_prefix, HISTORY_ENTRIES, payload.dumps(record.as_object()), unused_lines(claim.steps)]
         args.append(len(groups))
         for group_id in groups:
-            args += [group_id, pending[group_id][0].env if group_id in pending else ""]
-        args.append(len(uses))
-        for use in uses:
+            is_unused = group_id in left and not any(rollouts for _, rollouts, *_ in uses.get(group_id, []))
+            env = pending[group_id][0].env if group_id in pending else ""
+            args += [group_id, env, f"dropped:{Reason.UNUSED}" if is_unused else "trained"]
+        args.append(len(entry_uses))
+        for use in entry_uses:
             args += use
         where = (keys.lease, keys.meta, keys.pool, keys.steps, keys.ledger, keys.closed, keys.garbage, keys.trainer)
-        reply = self._led("recover", (*where, keys.history, keys.reuse), args)
+        reply = self._led("recover", (*where, keys.history, keys.reuse, keys.unused), args)
         status = text(reply[0])
         if status == "OK":
             return {"epoch": int(reply[1]), **asdict(record)}
@@ -585,15 +590,17 @@ def _expected_sizes(page: Mapping[str, Sequence[int]], entries: Mapping[str, Poo
     return sizes
 
 
-def _as_trained(entries: Iterable[PoolEntry]) -> Iterator[list[Any]]:
-    """The pending pushes of a group that was trained: each rollout counts once, a repeated one is a duplicate."""
+def _as_trained(entries: Iterable[PoolEntry], unused: Collection[str]) -> Iterator[list[Any]]:
+    """The pending pushes of a group that was trained: each rollout counts once, a repeated one is a duplicate, and one
+    of `unused` was not trained."""
     seen: set[str] = set()
     for entry in entries:
-        repeated: list[int] = []
+        dropped: dict[Reason, list[int]] = {}
         for info in entry.info.rollouts if entry.info else ():
-            if info.rollout_id in seen:
-                repeated.append(info.length)
+            if info.rollout_id in seen or info.rollout_id in unused:
+                reason = Reason.DUPLICATE if info.rollout_id in seen else Reason.UNUSED
+                dropped.setdefault(reason, []).append(info.length)
             seen.add(info.rollout_id)
-        amounts = [entry.rollouts - len(repeated), entry.tokens - sum(repeated)]
-        dropped = [Reason.DUPLICATE, len(repeated), sum(repeated)] if repeated else []
-        yield [entry.entry_id, *amounts, int(bool(repeated)), *dropped]
+        lengths = [length for its in dropped.values() for length in its]
+        rows = [value for reason, its in dropped.items() for value in (reason, len(its), sum(its))]
+        yield [entry.entry_id, entry.rollouts - len(lengths), entry.tokens - sum(lengths), len(dropped), *rows]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -214,6 +214,15 @@ class Look:
     """Kind -> name -> its last heartbeat, of the kinds that were asked for."""
 
 
+class NotTrained(NamedTuple):
+    """A rollout that the trainer was given and has not trained."""
+
+    tokens: int
+    min_version: int
+    """Oldest policy version that sampled it."""
+    reward: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
     """A step as the trainer remembers it, for a server that may forget it."""
@@ -223,8 +232,8 @@ class TrainedStep:
     group_ids: tuple[str, ...]
     envs: Mapping[str, tuple[int, int]]
     """env -> rollouts, tokens."""
-    unused: Mapping[str, int] = field(default_factory=dict)
-    """Rollout -> its tokens, of those of a stream's group that the trainer was given and has not trained."""
+    unused: Mapping[str, NotTrained] = field(default_factory=dict)
+    """Rollout -> what is told of it, of those of a stream's group that the trainer was given and has not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,25 +246,6 @@ class Unused:
     tokens: int
     rollout_ids: tuple[str, ...]
     """Which ones."""
-
-
-def unused_of(fields: Mapping[bytes, bytes]) -> dict[int, Unused]:
-    """Step -> what was not trained of it. What is no such record is left out: anybody may have written it."""
-    found: dict[int, Unused] = {}
-    for name, value in fields.items():
-        try:
-            env, rollouts, tokens, ids = value.decode().split(" ")
-            step, named = int(name), payload.loads(bytes.fromhex(ids), limit=MAX_TRAINER_BYTES)
-            found[step] = Unused(
-                step=step,
-                env=env,
-                rollouts=int(rollouts),
-                tokens=int(tokens),
-                rollout_ids=tuple(str(rollout_id) for rollout_id in named),
-            )
-        except (PayloadError, ValueError, TypeError):
-            continue
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

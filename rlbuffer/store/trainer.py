@@ -21,9 +21,11 @@ from rlbuffer.records.states import ReportStatus
 from rlbuffer.store.claim import encode_claim
 from rlbuffer.store.hand import NOTHING, Hand, RankZero
 from rlbuffer.store.member import Member
+from rlbuffer.store.pool import HISTORY_ENTRIES
 from rlbuffer.store.records import Attempt, Claim, TrainedStep
 from rlbuffer.store.session import number as number_of
 from rlbuffer.store.session import text
+from rlbuffer.store.unused import unused_lines
 from rlbuffer.wire import payload
 
 KEPT_RECORDS = 1000
@@ -101,11 +103,11 @@ class TrainerStore(Member):
         handed_back = b"" if claim is None else encode_claim(claim)
         reply = self.move(
             "report",
-            (keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy, keys.unused),
+            (keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy, keys.unused, keys.history),
             (
                 *(number, epoch, trained, digest, oldest_kept, handed_back, checkpoint, newest),
                 *(server or self.server_id(), str(hand), int(takes)),
-                *("".join(map(_unused_line, unused)), int(finished)),
+                *(unused_lines(unused), int(finished), HISTORY_ENTRIES),
             ),
         )
         status = text(reply[0])
@@ -185,10 +187,3 @@ class TrainerStore(Member):
         Of several of a step the last one counts. A server that does not allow it is told of once, in the log.
         """
         self._tell((self.keys.records,), ("record", payload.dumps(dict(record)), KEPT_RECORDS))
-
-
-def _unused_line(step: TrainedStep) -> str:
-    """A step of one group: number, env, rollouts and tokens that were not trained, and their ids in msgpack as hex."""
-    (env,) = step.envs
-    ids = payload.dumps(list(step.unused)).hex()
-    return f"{step.step} {env} {len(step.unused)} {sum(step.unused.values())} {ids}\n"

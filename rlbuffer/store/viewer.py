@@ -36,6 +36,7 @@ from rlbuffer.store.records import (
     PartRollout,
     PoolEntry,
     Sources,
+    Unused,
     policy_of,
 )
 from rlbuffer.store.session import (
@@ -50,6 +51,7 @@ from rlbuffer.store.session import (
     text,
 )
 from rlbuffer.store.step_format import decode_header, decode_part
+from rlbuffer.store.unused import unused_of
 from rlbuffer.wire import payload
 
 FieldRequest = Mapping[str, Mapping[str, int]]
@@ -382,6 +384,10 @@ class Viewer(Session):
         """Damaged rollouts of a step, each as ``<group> <rollout>``; some of them, where there are many."""
         names = self.look(lambda client: client.zrangebyscore(self.keys.damaged, step, step, 0, NAMED_DAMAGED))
         return [text(name).partition(" ")[2] for name in names]
+
+    def unused(self) -> dict[int, Unused]:
+        """Step of a stream -> what the trainer was given in it and has not trained; of live steps alone."""
+        return unused_of(self.look(lambda client: client.hgetall(self.keys.unused)))
 
     def heartbeats(self, kind: str) -> Mapping[str, Mapping[str, Any]]:
         """Name -> its last record, with ``seconds_ago`` added by the server's clock; anything else is left out.

@@ -57,6 +57,7 @@ def run_doors(home: Home, *, seed: int, kills: int, say: Say) -> Outcome:
             trainer.wait()
             (trainer,) = run.train(steps)
         elif kind == "child":
+            home.wait_until(lambda: _is_alive(run.child()), seconds=STALL_SECONDS, why="a child that scores")
             os.kill(run.child(), signal.SIGKILL)
         elif kind == "serve":
             run.serving.kill()
@@ -82,3 +83,11 @@ def run_doors(home: Home, *, seed: int, kills: int, say: Say) -> Outcome:
     outcome.facts["steps trained again"] = f"{len(again)}, {sum(again)} with the same samples"
     outcome.seconds = time.monotonic() - began
     return outcome
+
+
+def _is_alive(pid: int) -> bool:
+    """False also for one that was killed, and that its parent has not noticed yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

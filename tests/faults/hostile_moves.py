@@ -228,7 +228,7 @@ def _keys_of(name: str, keys: Keys) -> list[str]:
         "telemetry": [keys.heartbeats("worker"), keys.damaged, keys.meta],
         "lease": [keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends],
         "attempt": [keys.trainer, keys.meta, keys.policy, keys.steps],
-        "report": [keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy],
+        "report": [keys.trainer, keys.meta, keys.steps, keys.ledger, keys.policy, keys.unused, keys.history],
         "announce": [keys.trainer, keys.meta, keys.policy],
         "retire": [keys.lease, keys.meta, keys.steps, keys.trainer, keys.history],
         "drop": [keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse],

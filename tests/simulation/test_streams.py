@@ -10,13 +10,15 @@ import pytest
 
 from rlbuffer.client.progress import Progress
 from rlbuffer.client.stream import Stream
+from rlbuffer.store import leader
 from simulation.__main__ import replay_command, run_seed
 from simulation.draws import draw
 from simulation.mutations import Mutation
 from simulation.world import World
 
-SEEDS = [6, 10, 42, 54, 70, 88, 102, 109, 115, 248, 260, 595, 677, 1140]
-"""Streams, by their draws. 260, 677: another server, while the trainer held a group and waited for the next one."""
+SEEDS = [6, 10, 42, 54, 70, 88, 102, 109, 115, 248, 260, 570, 595, 677, 1140, 2651]
+"""Streams, by their draws. 260, 677: another server, while the trainer held a group and waited for the next one.
+570, 2651: a recovery of groups of which something was not trained."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -49,7 +51,13 @@ def _stays_with_a_server_that_is_gone(original: Callable[..., Any]) -> Callable[
     return say
 
 
+def _trains_all(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A recovery counts what was not trained as trained."""
+    return lambda entries, unused: original(entries, ())
+
+
 DEFECTS = [
+    (leader, "_as_trained", _trains_all),
     (Stream, "resume", _forgets_its_part),
     (Progress, "_say", _stays_with_a_server_that_is_gone),
 ]

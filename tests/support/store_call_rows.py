@@ -19,7 +19,7 @@ from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.open_rollouts import End, OpenCall
 from rlbuffer.store.operator import OperatorStore
-from rlbuffer.store.records import Claim, TrainedStep
+from rlbuffer.store.records import Claim, NotTrained, TrainedStep
 from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.store.session import Session
 from rlbuffer.store.trainer import TrainerStore
@@ -146,7 +146,10 @@ def _attempt(run: Run) -> int:
 
 
 def _report(store: EveryRole, run: Run) -> Any:
-    return store.report(_attempt(run), epoch=run.meta.epoch, trained=2, digest="", oldest_kept=1)
+    left = {"a.1/0": NotTrained(tokens=4, min_version=0, reward=1.0)}
+    unused = TrainedStep(step=2, digest="", group_ids=("a.1",), envs={"a": (2, 16)}, unused=left)
+    epoch = run.meta.epoch
+    return store.report(_attempt(run), epoch=epoch, trained=2, digest="", oldest_kept=1, unused=[unused])
 
 
 def _pin(store: EveryRole, run: Run) -> Any:
@@ -427,6 +430,7 @@ ROWS: dict[str, Row] = {
     "read_group_payloads": Row(
         call=lambda store, run: store.read_group_payloads([entry.payload_key for entry in run.pool()]), prepare=_pool
     ),
+    "unused": Row(call=lambda store, run: store.unused() == {}, prepare=_attempted),
     "damaged_in": Row(
         call=lambda store, run: store.damaged_in(1, 2),
         prepare=lambda run: run.store.count_damaged(1, ["a.0 first"]),

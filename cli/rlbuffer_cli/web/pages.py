@@ -224,9 +224,8 @@ def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False
     """What a page says of a group; `is_whole`: with the tokens of its rollouts."""
     view = detail.view
     title, *facts = (line if isinstance(line, str) else line.plain for line in headline(view))
-    state = look.state(
-        view.state, f"in step {view.step}" if view.step else f"({view.reason}: {view.detail})" * bool(view.reason)
-    )
+    why = f"({view.reason}: {view.detail})" if view.reason else ""
+    state = look.state(view.state, f"in step {view.step}" if view.step and not why else why)
     return {
         "title": title,
         "facts": [state, f"env {view.env}", *(fact for line in facts for fact in line.strip().split(" · "))],

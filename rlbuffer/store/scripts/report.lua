@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- REPORT: acknowledgement, checkpoint notice and heartbeat of the trainer in one. Nothing in it ever goes back.
 --
--- KEYS  1 trainer   2 meta   3 steps   4 ledger   5 policy   6 unused
+-- KEYS  1 trainer   2 meta   3 steps   4 ledger   5 policy   6 unused   7 history
 -- ARGV  1 attempt number   2 epoch   3 last trained step   4 its digest ('' when unknown)   5 oldest kept checkpoint
 --       6 claim: what the trainer hands back to a server that has lost steps which it has trained ('' at first)
 --       7 newest checkpoint of this attempt ('0' when unknown)
@@ -9,8 +9,9 @@
 --       10 step in hand: '<step> <digest>' of what its loop was given last, '<step> ' when it has let go of it, '' for none
 --       11 '1': the loop will be given it if it is here, and else it has nothing in hand
 --       12 of a stream, a line for each step up to 3 of which something was given and not trained: step, env, rollouts,
---         tokens, and which ones
+--         tokens, which ones, and its history record (the last two in hex)
 --       13 '1': the trainer has made its last step, so the run has ended (field `finished`: the attempt that said so)
+--       14 history entries kept
 -- Reply {'OK', trained, '1'}   '0': the step in hand is not trained yet, and is not here
 --       {'FENCED', number}   a newer attempt is registered, this one
 --       {'EPOCH', epoch, since}  the run is in another epoch, which goes on from the epoch `since`; or it is from now
@@ -23,9 +24,9 @@
 -- `at` is this attempt's own place: below `trained` while it trains steps of an earlier attempt again.
 -- Each step in (trained before, trained now] moves its totals from packed to trained, once; what was not trained of it
 -- is dropped as unused, and `unused` keeps it under the step's number until that retires.
-local trainer_key, meta_key, steps_key, ledger_key, policy_key, unused_key = unpack(KEYS)
+local trainer_key, meta_key, steps_key, ledger_key, policy_key, unused_key, history_key = unpack(KEYS)
 local attempt, its_epoch, its_step, its_digest, oldest_kept, claim, checkpoint, newest_version, server, hand,
-  takes, unused_lines, finished = unpack(ARGV, 1, 13)
+  takes, unused_lines, finished, history_kept = unpack(ARGV, 1, 14)
 local trainer = redis.call('HMGET', trainer_key, 'number', 'trained', 'oldest_kept', 'digest', 'server')
 if trainer[1] ~= attempt then return {'FENCED', trainer[1] or '0'} end
 local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'since', 'retired')
@@ -75,12 +76,18 @@ if trained <= before and trained > 0 and its_digest ~= '' then
   if there ~= '' and there ~= its_digest then return hand_back({'DIGEST', there}) end
 end
 
-local unused = {}
-for step, record in string.gmatch(unused_lines or '', '(%d+) ([^\n]*)\n') do unused[step] = record end
+local unused, records = {}, {}
+for step, left, record in string.gmatch(unused_lines or '', '(%d+) ([^\n]*) (%x+)\n') do
+  unused[step] = left
+  records[step] = string.gsub(record, '%x%x', function(digits) return string.char(tonumber(digits, 16)) end)
+end
 for i = 1, #moves do
-  local record = unused[moves[i].number]
-  local its_env, its_rollouts, its_tokens = string.match(record or '', '^(%S+) (%d+) (%d+) ')
-  if record then redis.pcall('HSET', unused_key, moves[i].number, record) end
+  local left_out = unused[moves[i].number]
+  local its_env, its_rollouts, its_tokens = string.match(left_out or '', '^(%S+) (%d+) (%d+) ')
+  if left_out then
+    redis.pcall('HSET', unused_key, moves[i].number, left_out)
+    redis.pcall('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', records[moves[i].number])
+  end
   for env, rollouts, tokens, groups in string.gmatch(moves[i].packed, '(%S+) (%d+) (%d+) (%d+)') do
     local is_unused = env == its_env and its_rollouts == rollouts
     local left = env == its_env and {rollouts = its_rollouts, tokens = its_tokens, groups = is_unused and groups or '0'} or {}

@@ -12,8 +12,9 @@ from rlbuffer.store.keys import Keys
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.pool import pool_entries, reused_groups
-from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, Unused, unused_of
+from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, Unused
 from rlbuffer.store.session import Entry, ranged, text
+from rlbuffer.store.unused import unused_of
 from rlbuffer.store.viewer import Viewer, header_of, parse_meta, part_of
 
 
