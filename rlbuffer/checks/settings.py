@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rlbuffer.checks.check import Context, Finding, check, failure, warning
+from rlbuffer.checks.check import Context, Finding, check, failure, refused, warning
 from rlbuffer.config import losses
 from rlbuffer.config.batcher import compares
 from rlbuffer.config.fractions import budgets_at
@@ -21,7 +21,9 @@ from rlbuffer.config.memory_needs import (
 )
 from rlbuffer.config.schedules import planned_updates
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
+from rlbuffer.errors import ConfigError
 from rlbuffer.state.text import did_you_mean
+from rlbuffer.store.keys import check_new_run
 
 REMAINDERS = ("proportional", "equal")
 """Receivers of what budgets leave over that are no envs."""
@@ -67,6 +69,15 @@ def same_env(c: Context) -> Iterator[Finding]:
             text = f"worker.{other} and worker.{name} both sample {env}, with other options: a ticket's number is"
             fix = "Give one another name in its env_options"
             yield warning(f"{text} another prompt in each", f"worker.{name}.env_options", f"worker.{name}.env", fix=fix)
+
+
+@check("run", parts=("run", "serve"))
+def run_name(c: Context) -> Iterator[Finding]:
+    """The name of a run begins with no dash: commands take such a name for an option."""
+    try:
+        check_new_run(c.settings.run)
+    except ConfigError as error:
+        yield refused(error)
 
 
 # -- what is trained ---------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ SETTINGS = [
 """(check, how bad, what is put into the good config)"""
 
 HOST = [
+    ("run-name", [("", 'run = "-math"')]),
     ("home", [("", 'home = "own.py/home"')]),
     ("home", [("trainer", 'output = "own.py/out"')]),
     ("home", [("archive", 'dir = "own.py"')]),
@@ -95,7 +96,7 @@ HOST = [
     ("workers", [("-worker.a", "")]),
     ("scorer-models", [("score.s", 'model = "nowhere"')]),
 ]
-"""(check, what is put into the good config): failures."""
+"""(check, what is put into the good config): failures where everything shall run."""
 ELSEWHERE = {
     *("packages", "devices", "shared-locks", "functions"),  # below, test_placement, test_odd_hosts, test_imports
     *("server", "failover", "server-memory", "persistence", "clock", "run"),  # test_doctor, test_sentinels
