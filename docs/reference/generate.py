@@ -8,6 +8,7 @@ A test compares what stands there with what this makes, so a page cannot drift f
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import inspect
 import re
@@ -16,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 
@@ -89,66 +91,155 @@ ORDER = ("connect", "Buffer", "Writer", "Ticket", "Rollout", "TokenSequence", "T
 TRAINER = ("Reader", "Step", "MicroBatch", "Policy", "PolicyVersion", "BatcherConfig", "RlbufferError")
 
 
+RETURNED = (
+    *(("client", name) for name in ("Taken", "GroupView", "GroupDetail", "StepView", "Ledger", "Report")),
+    *(("records", name) for name in ("Pushed", "StepHeader", "Normalizers", "Padded", "Sample", "WholeSample")),
+)
+"""Records that calls return, and nobody makes."""
+KNOWN = {*rlbuffer.__all__, *(name for _, name in RETURNED)}
+INTERNAL = {
+    "Buffer": {"store"},
+    "Writer": {"ask"},
+    "Reader": {"acknowledge", "given", "holds", "is_closed", "still_there", "waits", "warns"},
+    "Stream": {"reader"},
+}
+"""What rlbuffer's own commands and doors use of an object, and no program of a user."""
+
+
 def api() -> Iterator[str]:
     """Every public name, from its source: docstrings of attributes are in no object."""
     public = [name for name in rlbuffer.__all__ if not name.startswith("_")]
     order = [*ORDER, *TRAINER]
     for name in sorted(public, key=lambda name: (order.index(name) if name in order else len(order), name)):
-        value = getattr(rlbuffer, name)
-        module = importlib.import_module(value.__module__)
-        node = _definitions(module)[name]
         yield f"\n## {name}\n"
-        if isinstance(node, ast.FunctionDef):
-            yield from _function(node)
-        else:
-            yield from _class(node)
+        yield from _defined(getattr(rlbuffer, name))
+    yield "\n## What calls return\n"
+    for room, name in RETURNED:
+        yield f"\n### {name}\n\nOf `rlbuffer.{room}`.\n"
+        yield from _defined(getattr(importlib.import_module(f"rlbuffer.{room}"), name), level="####")
 
 
-def _definitions(module: ModuleType) -> dict[str, ast.ClassDef | ast.FunctionDef]:
-    tree = ast.parse(inspect.getsource(module))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+def _defined(value: Any, level: str = "###") -> Iterator[str]:
+    names = Names(importlib.import_module(value.__module__))
+    node = names.definitions[value.__name__]
+    return _function(node, names) if isinstance(node, ast.FunctionDef) else _class(node, names, level)
 
 
-def _class(node: ast.ClassDef) -> Iterator[str]:
+class Names:
+    """The names of a module: what they are bound to."""
+
+    def __init__(self, module: ModuleType) -> None:
+        body = ast.parse(inspect.getsource(module)).body
+        self.definitions = {node.name: node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        self._module = module
+
+    def kind(self, annotation: ast.expr) -> str:
+        """A type without the checks that are tied to it."""
+        names = self
+
+        class Bare(ast.NodeTransformer):
+            def visit_Name(self, node: ast.Name) -> ast.AST:
+                meant = getattr(names._module, node.id, None)
+                return ast.parse(_bare(meant), mode="eval").body if get_origin(meant) in TYPES else node
+
+            def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+                if ast.unparse(node.value) == "Annotated" and isinstance(node.slice, ast.Tuple):
+                    return self.visit(node.slice.elts[0])
+                return self.generic_visit(node)
+
+        return ast.unparse(Bare().visit(copy.deepcopy(annotation)))
+
+    def default(self, value: ast.expr) -> str:
+        """A default as one would type it."""
+        if isinstance(value, ast.Name):
+            return repr(getattr(self._module, value.id))
+        if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "field"):
+            return ast.unparse(value)
+        given = {word.arg: word.value for word in value.keywords}
+        if factory := given.get("default_factory"):
+            return {"dict": "{}", "tuple": "()", "list": "[]"}.get(ast.unparse(factory), "")
+        return self.default(given["default"]) if "default" in given else ""
+
+
+TYPES = (Annotated, Union, UnionType, Literal)
+
+
+def _bare(kind: Any) -> str:
+    """A type as it is written, without the checks that are tied to it."""
+    parts = get_args(kind)
+    if get_origin(kind) is Annotated:
+        return _bare(parts[0])
+    if get_origin(kind) in (Union, UnionType):
+        return " | ".join(map(_bare, parts))
+    if get_origin(kind) is Literal:
+        return f"Literal[{', '.join(map(repr, parts))}]"
+    if parts:
+        return f"{get_origin(kind).__name__}[{', '.join(map(_bare, parts))}]"
+    if kind is Ellipsis:
+        return "..."
+    return "None" if kind is NoneType else getattr(kind, "__name__", str(kind))
+
+
+def _class(node: ast.ClassDef, names: Names, level: str) -> Iterator[str]:
     yield from prose(ast.get_docstring(node) or "")
-    bases = [f"[{base}](#{base.lower()})" for base in map(ast.unparse, node.bases) if base in rlbuffer.__all__]
+    bases = [f"[{base}](#{base.lower()})" for base in map(ast.unparse, node.bases) if base in KNOWN]
     yield from (f"It has what {base} has, too." for base in bases)
-    functions = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
+    functions = [inner for inner in node.body if isinstance(inner, ast.FunctionDef) and not _is_overload(inner)]
+    hidden = INTERNAL.get(node.name, set())
     made = [inner for function in functions if function.name == "__init__" for inner in function.body]
-    rows = [*_attributes(node.body), *_attributes(made), *(row for f in functions for row in _property(f))]
+    found = [
+        *_attributes(node.body, names),
+        *_attributes(made, names),
+        *(row for f in functions for row in _property(f)),
+    ]
+    rows = [row for row in found if row[0].strip("`") not in hidden]
     if rows:
         yield ""
-        yield from table(["attribute", "type", ""], rows)
+        has = any(row[2] for row in rows)
+        heads = ["attribute", "type", *["default"] * has, ""]
+        yield from table(heads, [row if has else [*row[:2], row[3]] for row in rows])
     for function in functions:
-        if not function.name.startswith("_") and not _is_property(function):
-            yield f"\n### {node.name}.{function.name}\n"
-            yield from _function(function)
+        if not function.name.startswith("_") and not _is_property(function) and function.name not in hidden:
+            yield f"\n{level} {node.name}.{function.name}\n"
+            yield from _function(function, names)
 
 
-def _attributes(body: Sequence[ast.stmt]) -> Iterator[list[str]]:
-    """Attributes that have a docstring below them."""
-    for statement, below in pairwise(body):
+def _attributes(body: Sequence[ast.stmt], names: Names) -> Iterator[list[str]]:
+    """Fields of a record, and attributes that have a docstring below them: name, type, default, meaning."""
+    for statement, below in pairwise([*body, ast.Pass()]):
         target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
         name = target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else "_"
-        if name.startswith("_") or not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
+        meaning = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+        is_field = isinstance(statement, ast.AnnAssign) and isinstance(target, ast.Name)
+        if name.startswith("_") or not (is_field or isinstance(meaning, str)):
             continue
-        kind = f"`{ast.unparse(statement.annotation)}`" if isinstance(statement, ast.AnnAssign) else ""
-        yield [f"`{name}`", kind, _one_line(str(below.value.value))]
+        kind = default = ""
+        if isinstance(statement, ast.AnnAssign):
+            kind = f"`{names.kind(statement.annotation)}`"
+            if isinstance(target, ast.Name) and statement.value is not None and "ClassVar" not in kind:
+                default = names.default(statement.value)
+        yield [f"`{name}`", kind, f"`{default}`" if default else "", _one_line(str(meaning or ""))]
 
 
 def _is_property(function: ast.FunctionDef) -> bool:
     return any(ast.unparse(mark) in ("property", "cached_property") for mark in function.decorator_list)
 
 
+def _is_overload(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(mark) == "overload" for mark in function.decorator_list)
+
+
 def _property(function: ast.FunctionDef) -> Iterator[list[str]]:
     if _is_property(function) and not function.name.startswith("_"):
         kind = f"`{ast.unparse(function.returns)}`" if function.returns else ""
-        yield [f"`{function.name}`", kind, _one_line(ast.get_docstring(function) or "")]
+        yield [f"`{function.name}`", kind, "", _one_line(ast.get_docstring(function) or "")]
 
 
-def _function(node: ast.FunctionDef) -> Iterator[str]:
-    taken = ast.unparse(node.args)
-    taken = re.sub(r"^(self|cls)(, )?", "", taken).replace("=", " = ")
+def _function(node: ast.FunctionDef, names: Names) -> Iterator[str]:
+    arguments = copy.deepcopy(node.args)
+    for values in (arguments.defaults, arguments.kw_defaults):
+        values[:] = [value and ast.parse(names.default(value), mode="eval").body for value in values]
+    taken = re.sub(r"^(self|cls)(, )?", "", ast.unparse(arguments)).replace("=", " = ")
     yield f"`{node.name}({taken})" + (f" -> {ast.unparse(node.returns)}`" if node.returns else "`")
     yield ""
     yield from prose(ast.get_docstring(node) or "")
@@ -160,7 +251,7 @@ def _one_line(text: str) -> str:
 
 def plain(text: str) -> str:
     """Marks of docstrings as those of a page."""
-    text = re.sub(r":\w+:`~?(?:[\w.]+?\.)?((?:[A-Z]\w*\.)?\w+)`", r"`\1`", text)
+    text = re.sub(r":\w+:`~?(?:[\w.]+?\.)??((?:[A-Z]\w*\.)?\w+)`", r"`\1`", text)
     return re.sub(r"``(.+?)``", r"`\1`", text, flags=re.DOTALL)
 
 

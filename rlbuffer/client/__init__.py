@@ -7,12 +7,13 @@ Open first: `buffer`.
 from rlbuffer.client.buffer import Buffer, Policy, connect
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.stream import Stream, Taken
-from rlbuffer.client.views import GroupView, StepView
+from rlbuffer.client.views import GroupDetail, GroupView, StepView
 from rlbuffer.client.writer import Writer
 from rlbuffer.store.records import Ledger, Report
 
 __all__ = [
     "Buffer",
+    "GroupDetail",
     "GroupView",
     "Ledger",
     "Policy",

@@ -8,7 +8,7 @@ Open first: `rollout`, then `group`.
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.info import GroupInfo, RolloutInfo
-from rlbuffer.records.micro_batch import MicroBatch, Padded, Sample, Step
+from rlbuffer.records.micro_batch import MicroBatch, Padded, Sample, Step, WholeSample
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
@@ -43,4 +43,5 @@ __all__ = [
     "TokenSequence",
     "Turn",
     "VersionSpan",
+    "WholeSample",
 ]
