@@ -53,6 +53,8 @@ def main(url, run, path, output, updates):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         done, state = saved["updates"], json.loads(saved["stream"])
+    if done >= updates:
+        return
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     with rlbuffer.connect(url, run=run) as buffer, buffer.stream() as stream:
         stream.resume(state)

@@ -253,9 +253,9 @@ class Stream:
     def resume(self, state: Mapping[str, Any] | None = None) -> None:
         """Begins an attempt of the trainer behind what `state` says; an older trainer of the run is fenced.
 
-        `state` is what :attr:`state` was when the checkpoint was written: then the stream gives the same groups again
-        as after it. :attr:`BEGINNING` is that of fresh weights. None: it goes on behind what the server says is
-        trained, whatever weights those groups are in. Iterating resumes with None if nobody did.
+        `state` is what :attr:`Stream.state` was when the checkpoint was written: then the stream gives the same groups
+        again as after it. :attr:`Stream.BEGINNING` is that of fresh weights. None: it goes on behind what the
+        server says is trained, whatever weights those groups are in. Iterating resumes with None if nobody did.
 
         Raises:
             RlbufferError: it was resumed already.

@@ -132,7 +132,7 @@ class Writer:
             )
         self._section, self._known_end = terms.section, terms.known_end
         self._out: dict[str, dict[int, float]] = {}
-        """Env -> its tickets that this writer has out, each with the moment when it lapses."""
+        """Env -> its tickets that this writer has out, each with the moment when it expires."""
         self._limit: int | None = None
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")

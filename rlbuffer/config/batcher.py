@@ -192,8 +192,8 @@ class BatcherConfig(NoTruth):
     needs one (`kl_beta` and `columns` of ``[trainer.loss]`` say that it does not)."""
 
     feeds: Literal["ranks", "stream"] = field(default="ranks", kw_only=True)
-    """Reader of the run: ranks, for which steps are planned in rows, or one stream of groups, oldest first, for a
-    trainer that packs for itself. A stream counts policy versions as its trainer announces them."""
+    """Who reads the run. ranks: steps are planned in rows, a part for each rank. stream: one trainer takes group after
+    group, the oldest first, and packs for itself; it counts policy versions as it announces them."""
 
     def __post_init__(self) -> None:
         if self.step_rollouts is not None:

@@ -286,6 +286,11 @@ class Rollout(TokenSequence):
         with the same ids and the same inference logprobs as an earlier one, what that one trains is masked, and
         ages it no longer. A later sequence in which nothing is left to train is left out.
 
+        Ids and logprobs are all that this goes by. Two answers to one prompt that were sampled apart and happen to
+        begin alike count as one up to where they differ, as if the second had been branched off there. To train each
+        whole, push them as two rollouts, or give the second to ``Rollout(..., further=(second,))``, which masks
+        nothing.
+
         Example:
             >>> def sequence(*sampled):
             ...     return TokenSequence.from_turns(

@@ -93,7 +93,7 @@ class Process:
     )
     failed_groups: int = 0
     failures: Mapping[str, int] = metrics(
-        dict, _of("worker_failed_groups_total", "Given up, by the name of the exception.", labels="kind")
+        dict, _of("worker_failed_groups_total", "Groups abandoned, by the name of the exception.", labels="kind")
     )
     late: int = metrics(
         0, _of_scorer("score_late_groups_total", "Another scorer was faster, or the group had been dropped.")

@@ -121,6 +121,8 @@ def test_the_documented_trainer_that_packs_for_itself_learns_and_goes_on_after_a
         assert account.trained[0] == 8 * attempt.trained
         earned = rewards(buffer)
         tenth = len(earned) // 10
+        (through,) = started(home, "stream_loop", *places, ranks=1)
+        assert home.ended(through, 100) == 0, "what is through ends when it is started again"
         assert sum(earned[:tenth]) / tenth < sum(earned[-tenth:]) / tenth, earned
 
 
