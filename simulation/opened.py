@@ -17,7 +17,7 @@ from simulation.server import Command
 
 FIRST_SAMPLE = 1_000
 """Token of the first sample: each sample of a seed has one of its own, and prompts have smaller ones."""
-KEPT = (b"capability", b"epoch", b"begun", b"heard", b"calls", b"bytes", b"tokens", b"oldest", b"end")
+KEPT = (b"capability", b"epoch", b"begun", b"heard", b"calls", b"sequences", b"bytes", b"tokens", b"oldest", b"end")
 """Fields of an open rollout that stay when it is pushed."""
 Reply = list[bytes]
 
@@ -127,7 +127,7 @@ class Opened:
         clock, size = b"%d" % now, b"%d" % len(capabilities)
         its = {b"key": asked, b"env": env, b"number": number, b"size": size, b"left": size, b"epoch": b"%d" % epoch}
         its |= {b"salt": salt, b"about": about, b"begun": clock}
-        zero = {b"calls": b"0", b"bytes": b"0", b"tokens": b"0"}
+        zero = {b"calls": b"0", b"sequences": b"0", b"bytes": b"0", b"tokens": b"0"}
         rollouts = [
             OpenedRollout(
                 {b"state": b"open", b"capability": capability, b"epoch": b"%d" % epoch, b"idle": idle}
@@ -153,7 +153,8 @@ class Opened:
             return [b"ENDED", its.get(b"end", b"")]
         answer = b""
         if action == b"record":
-            line, request, seen, after, history, call, oldest, tokens, most_calls, most_bytes, call_id, after_id = more
+            line, request, seen, after, history, call, oldest, tokens, most_calls, most_bytes, *others = more
+            call_id, after_id, most_sequences = others
             if b"i:" + call_id in its:
                 return [b"SAME", its[b"i:" + call_id]]
             newest = its.get(b"r:" + request)
@@ -163,13 +164,20 @@ class Opened:
             if int(line) != here or int(its[b"epoch"]) < here:
                 return [b"LINE", b"%d" % epoch, b"%d" % here]
             calls, size = int(its[b"calls"]), int(its[b"bytes"])
+            full = [b"FULL", its[b"calls"], its[b"bytes"], its[b"sequences"]]
             if calls >= int(most_calls) or size + len(call) > int(most_bytes):
-                return [b"FULL", its[b"calls"], its[b"bytes"]]
+                return full
             if after != b"0" and not rollout.has(after, after_id):
                 return [b"MISSING", after]
+            is_longer = after != b"0" and b"n:" + after not in its
+            sequences = int(its[b"sequences"]) + (not is_longer)
+            if sequences > int(most_sequences):
+                return full
             answer = b"%d" % (calls + 1)
             its |= {b"calls": answer, b"c:" + answer: call, b"r:" + request: answer, b"h:" + history: answer}
-            its[b"i:" + call_id] = answer
+            its |= {b"i:" + call_id: answer, b"sequences": b"%d" % sequences}
+            if is_longer:
+                its[b"n:" + after] = answer
             its |= {b"bytes": b"%d" % (size + len(call)), b"tokens": b"%d" % (int(its[b"tokens"]) + int(tokens))}
             its[b"oldest"] = b"%d" % min(int(oldest), int(its.get(b"oldest", oldest)))
             self._count(env, b"calls", 1)

@@ -36,6 +36,7 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon.watches", "FORGET_SECONDS"): 0.3,
     ("rlbuffer.store.leader", "OPEN_KEPT_MS"): 600,
     ("rlbuffer.store.gateway", "MOST_CALLS"): 5,
+    ("rlbuffer.store.gateway", "MAX_SEQUENCES"): 2,
     ("rlbuffer.store.gateway", "_GRACE_MS"): 500,
     ("rlbuffer.store.gateway", "_LONGEST_IDLE_MS"): 2500,
     ("rlbuffer.store.gateway", "ABANDONED_AT_ONCE"): 2,

@@ -6,19 +6,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlbuffer.errors import AmbiguousId, OpenRolloutUnknown, PayloadError
+from rlbuffer.errors import AmbiguousId, OpenRolloutUnknown
 from rlbuffer.state.text import several_ids
 from rlbuffer.store.open_rollouts import (
-    MOST_CALL_BYTES,
     OpenRollout,
     OpenState,
+    about_of,
     names_of,
     read_rollouts,
     ticket_of,
 )
 from rlbuffer.store.session import number, text
 from rlbuffer.store.viewer import Viewer
-from rlbuffer.wire import payload
 
 MOST_ROLLOUTS = 512
 """Rollouts of a group: of a larger one the server holds what no gateway has written."""
@@ -55,7 +54,7 @@ def open_group(store: Viewer, group_id: str) -> OpenGroup | None:
     (fields,) = store.piped(lambda pipe: pipe.hmget(store.keys.open_group(group_id), "size", "about"), lenient=True)
     size, about = fields or (None, None)
     rollouts = _unpushed(store, names_of(group_id, _size(size)))
-    return OpenGroup(group_id=group_id, about=_about(about), rollouts=tuple(rollouts)) if rollouts else None
+    return OpenGroup(group_id=group_id, about=about_of(about), rollouts=tuple(rollouts)) if rollouts else None
 
 
 def open_group_by_prefix(store: Viewer, prefix: str) -> OpenGroup | None:
@@ -82,11 +81,3 @@ def _unpushed(store: Viewer, names: Iterable[str]) -> list[OpenRollout]:
 
 def _size(value: Any) -> int:
     return min(number(value) or 0, MOST_ROLLOUTS)
-
-
-def _about(data: bytes | None) -> Mapping[str, Any]:
-    try:
-        found = {} if data is None else payload.loads(data, limit=MOST_CALL_BYTES)
-    except PayloadError:
-        return {}
-    return found if isinstance(found, Mapping) else {}

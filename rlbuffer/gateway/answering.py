@@ -47,8 +47,17 @@ from rlbuffer.gateway.request import AgentRequest, Refused
 from rlbuffer.gateway.splice import Template, spliced
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.failure import Failure
+from rlbuffer.records.rollout import MAX_SEQUENCES
 from rlbuffer.store.gateway import GatewayStore
-from rlbuffer.store.open_rollouts import MOST_BYTES, MOST_CALLS, Found, OpenCall, OpenState
+from rlbuffer.store.open_rollouts import (
+    MOST_BYTES,
+    MOST_CALLS,
+    Found,
+    OpenCall,
+    OpenRollout,
+    OpenState,
+    full_message,
+)
 from rlbuffer.worker.samplers.base import Sampling, fitted
 
 T = TypeVar("T")
@@ -260,12 +269,7 @@ class Answering:
         """Raises Refused where nothing may be sampled for an open rollout."""
         rollout = found.rollout
         if rollout.calls >= MOST_CALLS or rollout.bytes >= MOST_BYTES:
-            raise Refused(
-                f"open rollout {rollout.name} has {rollout.calls} calls of {rollout.bytes} bytes: it may have "
-                f"{MOST_CALLS} calls and {MOST_BYTES} bytes. End it",
-                status=HTTPStatus.CONFLICT,
-                code="rollout_full",
-            )
+            raise _full_refusal(rollout)
         why = "the run has gone into another line of versions" if rollout.is_void else ""
         if not why and rollout.oldest_version is not None:
             age, most = await self._current() - rollout.oldest_version, await self._most_age()
@@ -293,7 +297,7 @@ class Answering:
         try:
 
             async def work(engine: Engine, template: Template) -> OpenCall:
-                return await self._asked(engine, template, request, kept, at)
+                return await self._asked(engine, template, request, found, kept, at)
 
             return await self._fleet.ask(found.rollout.name, work)
         finally:
@@ -301,7 +305,7 @@ class Answering:
             await asyncio.gather(touching, return_exceptions=True)
 
     async def _asked(
-        self, engine: Engine, template: Template, request: AgentRequest, kept: list[OpenCall], at: int
+        self, engine: Engine, template: Template, request: AgentRequest, found: Found, kept: list[OpenCall], at: int
     ) -> OpenCall:
         rendering, new = None, None
         if kept and template.goes_on(request) and kept[-1].details.get("is_ended"):
@@ -314,6 +318,8 @@ class Answering:
             new = await spliced(render, request, at, int(kept[-1].tokens[-1]))
             rendering = seen[-1]
         if new is None or rendering is None:
+            if found.rollout.sequences >= MAX_SEQUENCES:
+                raise _full_refusal(found.rollout)
             rendering = await engine.render(request, opens=True)
             kept, new = [], rendering.tokens
         prompt = np.concatenate([*(part for call in kept for part in (call.prompt, call.tokens)), new])
@@ -449,7 +455,7 @@ class Answering:
                     code="rollout_ended",
                 ) from error
             except OpenRolloutFull as error:
-                raise Refused(str(error), status=HTTPStatus.CONFLICT, code="rollout_full") from error
+                raise Refused(f"{error}. End it", status=HTTPStatus.CONFLICT, code="rollout_full") from error
             except EpochChanged:
                 raise
             except (RunGone, PayloadError) as error:
@@ -490,6 +496,12 @@ def told_of(call: OpenCall) -> Told:
         created=int(details["created"]),
         model=str(details["model"]) or "policy",
     )
+
+
+def _full_refusal(rollout: OpenRollout) -> Refused:
+    """An open rollout has as much as one may have."""
+    told = full_message(rollout.name, rollout.calls, rollout.bytes, rollout.sequences)
+    return Refused(f"{told}. End it", status=HTTPStatus.CONFLICT, code="rollout_full")
 
 
 def unknown_refusal() -> Refused:

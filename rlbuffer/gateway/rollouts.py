@@ -6,19 +6,28 @@ a beginning to a call that nobody went on from is a sequence; what two of them s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from rlbuffer.client.agent_calls import CALL, IDS
+from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
+from rlbuffer.records.info import ROW
 from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout, TokenSequence
 from rlbuffer.store.open_rollouts import End, OpenCall
 from rlbuffer.traces.attempt import Stretch
 from rlbuffer.traces.calls import Call, paths_of, sequences_of
+from rlbuffer.wire.encoding import encode_push, encode_rollout
+from rlbuffer.wire.metadata import MAX_METADATA_BYTES
 
+REWARD_BYTES = 9
+"""Of a named reward in a push's metadata."""
+SPARE_BYTES = 2048
+"""More than the rest of a push's metadata takes."""
 STALE = Failure("stale", "the run has gone into another line of versions since it was begun")
 
 
@@ -103,10 +112,30 @@ def group_of(
 
 
 def checked_about(group_id: str, env: str, about: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`about`, of which a group can be made once its rollouts have ended. Raises InvalidRollout."""
+    """`about`, with which a group can be pushed once its rollouts have ended. Raises InvalidRollout."""
     rollout = rollout_of((), End(), rollout_id=f"{group_id}/0", version=0)
-    group_of(group_id, env, about, [rollout], needs=(), created=0.0, worker="gateway")
+    encode_push(group_of(group_id, env, about, [rollout], needs=(), created=0.0, worker="gateway"))
     return about
+
+
+def by_size(group: Group) -> list[int]:
+    """Places of a group's rollouts that is too large to be pushed: the one that takes most of what it has too much of
+    comes first.
+
+    Those of which a payload alone is too large come before all others. Then counts what all have too much of: rows of
+    the push's metadata, which has 64 KiB, else bytes of payloads.
+    """
+    rows = [ROW.size * len(rollout.sequences) + REWARD_BYTES * len(rollout.rewards) for rollout in group.rollouts]
+    sizes = [_payload_bytes(rollout) for rollout in group.rollouts]
+    weights = sizes if sum(sizes) == math.inf or sum(rows) < MAX_METADATA_BYTES - SPARE_BYTES else rows
+    return sorted(range(len(weights)), key=lambda place: -weights[place])
+
+
+def _payload_bytes(rollout: Rollout) -> float:
+    try:
+        return float(sum(len(encode_rollout(rollout, number)) for number in range(len(rollout.sequences))))
+    except InvalidRollout:
+        return math.inf
 
 
 def _path(calls: Sequence[OpenCall], made: dict[int, Call]) -> list[Call]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import InvalidRollout, OpenRolloutUnknown, RlbufferError
-from rlbuffer.gateway.rollouts import STALE, group_of, rollout_of
+from rlbuffer.gateway.rollouts import STALE, by_size, checked_about, group_of, rollout_of
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
@@ -180,15 +180,24 @@ class Sweeper:
         version = max(self._store.policy().version, 0)
         rollouts = [self._rollout(waiting, one, version) for one in waiting.rollouts]
         group = self._group(waiting, rollouts)
-        try:
-            status, _ = self._store.push_rollouts(waiting, group)
-        except InvalidRollout as error:  # larger than the server takes
-            failure = Failure("too_large", str(error))
-            bare = [_failed(one, failure, version) for one in waiting.rollouts]
-            status, _ = self._store.push_rollouts(waiting, self._group(waiting, bare))
-        except OpenRolloutUnknown:  # another gateway was faster, and it is retired already
-            return None
-        return group if str(status) == "stored" else None
+        largest: Iterator[int] | None = None
+        while True:
+            try:
+                status, _ = self._store.push_rollouts(waiting, group)
+            except OpenRolloutUnknown:  # another gateway was faster, and it is retired already
+                return None
+            except InvalidRollout as error:  # larger than a push may be: the others go without its largest rollout
+                largest = largest or iter(by_size(group))
+                place = next(largest, None)
+                if place is None:
+                    raise
+                _log.warning(
+                    "open rollout %s is not trained: its group is too large for a push", rollouts[place].rollout_id
+                )
+                rollouts[place] = _failed(waiting.rollouts[place], Failure("too_large", str(error)), version)
+                group = self._group(waiting, rollouts)
+                continue
+            return group if str(status) == "stored" else None
 
     def _rollout(self, waiting: WaitingGroup, one: OpenRollout, version: int) -> Rollout:
         """A rollout that can be pushed, whatever the server has of it."""
@@ -215,7 +224,7 @@ class Sweeper:
             worker=self._worker,
         )
         try:
-            return made(waiting.about)
+            return made(checked_about(waiting.group_id, waiting.env, waiting.about))
         except InvalidRollout:  # what was said at its opening is damaged
             return made({})
 

@@ -21,20 +21,25 @@ from rlbuffer.errors import (
 )
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group, Ticket
+from rlbuffer.records.rollout import MAX_SEQUENCES
 from rlbuffer.records.states import PushStatus
 from rlbuffer.store.open_rollouts import (
     MOST_BYTES,
     MOST_CALL_BYTES,
     MOST_CALLS,
+    MOST_ROLLOUTS,
     Begun,
     End,
     Found,
     OpenCall,
     Recorded,
     WaitingGroup,
+    about_of,
     capability_of,
     digest_of,
     end_keys_of,
+    end_of,
+    full_message,
     look_up,
     name_of,
     names_of,
@@ -54,8 +59,6 @@ GRACE_SECONDS = 60.0
 """A ticket stays out for so much longer than the deadline of its open rollouts: time to push them."""
 LONGEST_IDLE_SECONDS = LONGEST_TICKET_SECONDS - GRACE_SECONDS
 """Longest idle limit: a ticket that is out for longer than :data:`LONGEST_TICKET_SECONDS` would be given again."""
-MOST_ROLLOUTS = 512
-"""Rollouts of one group."""
 MOST_KEY = 512
 """Characters of a caller's key."""
 SAMPLING_SHARE = 0.9
@@ -146,7 +149,7 @@ class GatewayStore(WorkerStore):
         return Begun(
             group_id=group,
             size=count,
-            about={} if about is None else payload.loads(about, limit=MOST_CALL_BYTES),
+            about=about_of(about),
             end_keys=end_keys_of(key, text(salt), group, count),
             is_new=is_new,
         )
@@ -185,8 +188,9 @@ class GatewayStore(WorkerStore):
 
         Raises:
             OpenRolloutUnknown, OpenRolloutEnded.
-            OpenRolloutFull: it has :data:`~rlbuffer.store.open_rollouts.MOST_CALLS` calls, or
-                :data:`~rlbuffer.store.open_rollouts.MOST_BYTES` bytes.
+            OpenRolloutFull: it has :data:`~rlbuffer.store.open_rollouts.MOST_CALLS` calls or
+                :data:`~rlbuffer.store.open_rollouts.MOST_BYTES` bytes; or the call begins a sequence, and it has
+                :data:`~rlbuffer.records.rollout.MAX_SEQUENCES` of them.
             NotFound: the call that it goes on from is not there: the server lost it, and may have given its number to
                 another one. Look up again.
             EpochChanged: the run is in another line of versions: look it up again.
@@ -194,7 +198,7 @@ class GatewayStore(WorkerStore):
         data = call.encoded()
         oldest = min([span.policy_version for span in call.version_spans], default=0)
         args = [line, request, seen, call.after, history, data, oldest, len(call.tokens), MOST_CALLS, MOST_BYTES]
-        args += [call.id, call.after_id]
+        args += [call.id, call.after_id, MAX_SEQUENCES]
         reply = self._call("record", capability, args)
         match text(reply[0]):
             case "OK":
@@ -204,11 +208,7 @@ class GatewayStore(WorkerStore):
             case "DUP":
                 return Recorded(number=int(reply[1]), is_new=False, call=OpenCall.decoded(reply[2], int(reply[1])))
             case "FULL":
-                calls, size = (text(part) for part in reply[1:])
-                raise OpenRolloutFull(
-                    f"open rollout {name_of(capability)} has {calls} calls of {size} bytes: it may have {MOST_CALLS} "
-                    f"calls and {MOST_BYTES} bytes"
-                )
+                raise OpenRolloutFull(full_message(name_of(capability), *(int(part) for part in reply[1:])))
             case "MISSING":
                 raise NotFound(f"open rollout {name_of(capability)} has no call {text(reply[1])} to go on from")
             case "LINE":
@@ -244,7 +244,7 @@ class GatewayStore(WorkerStore):
             case "UNKNOWN":
                 raise OpenRolloutUnknown(f"there is no open rollout {name} with that capability ({where[2]})")
             case "ENDED":
-                end = End.decoded(reply[1]) if reply[1] else None
+                end = end_of(reply[1])
                 raise OpenRolloutEnded(f"open rollout {name} has ended with {_shown(end)}", end=end)
         return reply
 
@@ -265,7 +265,7 @@ class GatewayStore(WorkerStore):
             case "SAME":
                 return "same"
             case "OTHER":
-                stands = End.decoded(reply[1])
+                stands = end_of(reply[1])
                 raise OtherEnd(
                     f"open rollout {name} has ended with {_shown(stands)}, not with {_shown(end)}: the first end "
                     "stands",

@@ -17,7 +17,7 @@ import hmac
 import operator
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -28,13 +28,15 @@ from numpy.typing import NDArray
 from rlbuffer.errors import InvalidRollout, OpenRolloutUnknown, PayloadError
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.info import GROUP_ID
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.session import number, text
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
 from rlbuffer.wire.checksum import sealed, unsealed
 
+MOST_ROLLOUTS = 512
+"""Open rollouts of one group."""
 MOST_CALLS = 2_000
 """Calls of one open rollout."""
 MOST_BYTES = 1 << 30
@@ -44,7 +46,7 @@ MOST_CALL_BYTES = 256 << 20
 CALLS_PER_READ = 64
 """Calls that are read in one round trip."""
 _CAPABILITY = re.compile(r"(?P<group>[A-Za-z0-9_.:-]{3,128})\.(?P<index>[0-9]{1,3})\.(?P<secret>[A-Za-z0-9_-]{43})\Z")
-_SMALL = ("state", "capability", "epoch", "begun", "heard", "calls", "bytes", "tokens", "oldest", "end")
+_SMALL = ("state", "capability", "epoch", "begun", "heard", "calls", "sequences", "bytes", "tokens", "oldest", "end")
 """Fields of an open rollout that stay when it is pushed."""
 
 
@@ -162,6 +164,8 @@ class OpenRollout:
     state: OpenState
     calls: int
     """Calls that are recorded."""
+    sequences: int = 0
+    """Conversations that they make: paths from a call that goes on from none to one that none goes on from."""
     bytes: int
     """Bytes of them."""
     tokens: int
@@ -175,7 +179,7 @@ class OpenRollout:
     deadline_ms: int
     """Server ms when it ends as abandoned if nothing more is heard; 0 where it has ended."""
     end: End | None
-    """How it ended."""
+    """How it ended; None while it is open, and where that cannot be read."""
     is_void: bool
     """The run has gone into another line of versions since it was begun: what it sampled cannot be trained."""
 
@@ -379,6 +383,15 @@ def digest_of(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
+def full_message(name: str, calls: int, size: int, sequences: int) -> str:
+    """Why an open rollout takes no call more."""
+    return (
+        f"open rollout {name} has {calls} calls of {size} bytes in {sequences} sequences: it may have {MOST_CALLS} "
+        f"calls, {MOST_BYTES} bytes and {MAX_SEQUENCES} sequences. A conversation that does not go on from an earlier "
+        "answer is a sequence of its own"
+    )
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 def read_rollouts(store: Viewer, names: Sequence[str]) -> list[OpenRollout | None]:
     """These open rollouts; None for one that is not there."""
@@ -453,13 +466,11 @@ def place_of(meta: Sequence[bytes | None]) -> tuple[int, int]:
 
 
 def rollout_of(name: str, fields: Sequence[bytes | None], deadline: Any, line: int) -> OpenRollout | None:
-    """An open rollout of its fields, in the order of those that stay; None where it is not there."""
+    """An open rollout of its fields, in the order of those that stay; None where it is not there, or has no state."""
     known = dict(zip(_SMALL, fields, strict=False))
     try:
         state = OpenState(text(known.get("state") or b""))
-        end = known.get("end")
-        ended = None if end is None else End.decoded(end)
-    except (ValueError, PayloadError):
+    except ValueError:
         return None
 
     def whole(field_name: str) -> int:
@@ -469,15 +480,24 @@ def rollout_of(name: str, fields: Sequence[bytes | None], deadline: Any, line: i
         name=name,
         state=state,
         calls=whole("calls"),
+        sequences=whole("sequences"),
         bytes=whole("bytes"),
         tokens=whole("tokens"),
         oldest_version=number(known["oldest"]),
         begun_ms=whole("begun"),
         heard_ms=whole("heard"),
         deadline_ms=0 if deadline is None else int(deadline),
-        end=ended,
+        end=end_of(known.get("end")),
         is_void=whole("epoch") < line,
     )
+
+
+def end_of(data: bytes | None) -> End | None:
+    """How an open rollout ended; None where it has not, or where that cannot be read."""
+    try:
+        return None if not data else End.decoded(data)
+    except PayloadError:
+        return None
 
 
 def look_up(store: Viewer, capability: str, request: str, histories: Sequence[str]) -> Found:
@@ -512,41 +532,76 @@ def look_up(store: Viewer, capability: str, request: str, histories: Sequence[st
 
 
 def waiting_groups(store: Viewer, limit: int) -> list[WaitingGroup]:
-    """Groups of open rollouts that wait for their push, the one that has waited for longest first."""
+    """Groups of open rollouts that wait for their push, the one that has waited for longest first.
+
+    What of a group cannot be read is none of the others' business: its end is None then, its `about` empty. What was
+    pushed meanwhile, and names that stand for no group, take no place of those that wait.
+    """
+    keys, found, at = store.keys, list[WaitingGroup](), 0
+    while len(found) < limit:
+        page = operator.methodcaller("zrange", keys.open_ended, at, at + limit - 1, withscores=True)
+        (waiting,) = store.piped(page, lenient=True)
+        found += _waiting_of(store, {text(group): int(since) for group, since in waiting or ()})
+        at += limit
+        if len(waiting or ()) < limit:
+            break
+    return found[:limit]
+
+
+def _waiting_of(store: Viewer, groups: Mapping[str, int]) -> Iterator[WaitingGroup]:
+    """Those of these groups that wait. `groups`: name -> server ms when its last rollout ended."""
     keys = store.keys
-    (waiting,) = store.piped(lambda pipe: pipe.zrange(keys.open_ended, 0, limit - 1, withscores=True), lenient=True)
-    groups = {text(group): int(since) for group, since in waiting or ()}
 
     def ask(pipe: Any) -> None:
         pipe.hmget(keys.meta, "epoch", "line", "since")
         for group in groups:
-            pipe.hmget(keys.open_group(group), "size", "about", "epoch", "begun")
+            pipe.hmget(keys.open_group(group), "size", "about", "epoch", "begun", "id")
 
-    if not groups:
-        return []
-    meta, *replies = store.piped(ask, lenient=True)
+    meta, *replies = store.piped(ask, lenient=True) if groups else (None,)
     epoch, line = place_of(meta or ())
-    found = []
     for (group, since), reply in zip(groups.items(), replies, strict=True):
-        size, about, begun_in, begun = reply or (None, None, None, None)
-        if size is None or about is None:
-            continue  # pushed meanwhile
-        rollouts = read_rollouts(store, names_of(group, number(size) or 0))
-        if any(rollout is None or rollout.end is None for rollout in rollouts):
+        size, about, begun_in, begun, pushed = reply or [None] * 5
+        count = number(size) or 0
+        if not 1 <= count <= MOST_ROLLOUTS or pushed is not None:
             continue
-        found.append(
-            WaitingGroup(
-                group_id=group,
-                size=len(rollouts),
-                about=payload.loads(about, limit=MOST_CALL_BYTES),
-                since_ms=since,
-                begun_ms=number(begun) or 0,
-                epoch=epoch,
-                is_void=(number(begun_in) or 0) < line,
-                rollouts=tuple(rollout for rollout in rollouts if rollout is not None),
-            )
+        names = names_of(group, count)
+        rollouts = zip(names, read_rollouts(store, names), strict=True)
+        yield WaitingGroup(
+            group_id=group,
+            size=len(names),
+            about=about_of(about),
+            since_ms=since,
+            begun_ms=number(begun) or 0,
+            epoch=epoch,
+            is_void=(number(begun_in) or 0) < line,
+            rollouts=tuple(its if its is not None else _unreadable(name) for name, its in rollouts),
         )
-    return found
+
+
+def about_of(data: bytes | None) -> Mapping[str, Any]:
+    """What a gateway keeps of a group; empty where that is not there, or cannot be read."""
+    try:
+        about = payload.loads(data or b"", limit=MOST_CALL_BYTES)
+    except PayloadError:
+        return {}
+    return about if isinstance(about, Mapping) else {}
+
+
+def _unreadable(name: str) -> OpenRollout:
+    """Stands for an open rollout of which nothing is there, in a group that waits."""
+    return OpenRollout(
+        name=name,
+        state=OpenState.ENDED,
+        calls=0,
+        bytes=0,
+        tokens=0,
+        oldest_version=None,
+        begun_ms=0,
+        heard_ms=0,
+        deadline_ms=0,
+        end=None,
+        is_void=False,
+    )
 
 
 def _sorted(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ redis.call('HSET', group_key, 'key', asked, 'env', env, 'number', number, 'size'
   'salt', salt, 'about', about, 'begun', clock)
 for i = 1, size do
   redis.call('HSET', KEYS[6 + i], 'state', 'open', 'capability', ARGV[8 + i], 'epoch', epoch, 'idle', idle,
-    'begun', clock, 'heard', clock, 'calls', 0, 'bytes', 0, 'tokens', 0)
+    'begun', clock, 'heard', clock, 'calls', 0, 'sequences', 0, 'bytes', 0, 'tokens', 0)
   redis.call('ZADD', open_key, deadline, group .. '/' .. (i - 1))
 end
 redis.pcall('HINCRBY', counts_key, env .. ':begun', size)

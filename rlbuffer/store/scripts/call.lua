@@ -12,10 +12,11 @@
 --               has seen it ('0': none)   10 call that it goes on from ('0': none)   11 history that ends with its answer
 --               12 the call   13 oldest version of a token   14 tokens sampled   15 most calls   16 most bytes
 --               17 its id   18 id of the call that it goes on from; '' where its number alone is known
+--               19 most sequences
 --               -> {'OK', number}            numbers begin with 1
 --                  {'SAME', number}          it is there already
 --                  {'DUP', number, call}     another is the newest one of this request: this
---                  {'FULL', calls, bytes}    the rollout has as much already
+--                  {'FULL', calls, bytes, sequences}  the rollout has as much already
 --                  {'MISSING', number}       the call that it goes on from is not there
 --                  {'LINE', epoch, line}     the run is in another line of versions, or the rollout was begun in another
 --       touch   7 request, and 8 number of the call that its agent has heard ('0': none)   9 id of that call; '' where
@@ -26,7 +27,8 @@
 local meta_key, open_key, rollout_key, tickets_key, counts_key = unpack(KEYS, 1, 5)
 local action, name, capability, env, ticket, grace = unpack(ARGV, 1, 6)
 if redis.call('HEXISTS', meta_key, 'schema') == 0 then return {'GONE'} end
-local known = redis.call('HMGET', rollout_key, 'state', 'capability', 'end', 'epoch', 'idle', 'calls', 'bytes', 'oldest')
+local known = redis.call('HMGET', rollout_key, 'state', 'capability', 'end', 'epoch', 'idle', 'calls', 'bytes', 'oldest',
+  'sequences')
 if not known[1] or known[2] ~= capability then return {'UNKNOWN'} end
 if known[1] ~= 'open' then return {'ENDED', known[3] or ''} end
 local time = redis.call('TIME')
@@ -40,8 +42,8 @@ end
 
 local calls = ''
 if action == 'record' then
-  local its_line, request, seen, after, history, call, oldest, tokens, most_calls, most_bytes, id, after_id
-    = unpack(ARGV, 7, 18)
+  local its_line, request, seen, after, history, call, oldest, tokens, most_calls, most_bytes, id, after_id,
+    most_sequences = unpack(ARGV, 7, 19)
   local known_as = redis.call('HGET', rollout_key, 'i:' .. id)
   if known_as then return {'SAME', known_as} end
   local newest = redis.call('HGET', rollout_key, 'r:' .. request)
@@ -49,14 +51,18 @@ if action == 'record' then
   local meta = redis.call('HMGET', meta_key, 'epoch', 'line', 'since')
   local line = meta[2] or meta[3] or meta[1] or ''
   if line ~= its_line or tonumber(known[4]) < tonumber(line) then return {'LINE', meta[1] or '', line} end
-  if tonumber(known[6]) >= tonumber(most_calls) or tonumber(known[7]) + #call > tonumber(most_bytes) then
-    return {'FULL', known[6], known[7]}
-  end
+  local full = {'FULL', known[6], known[7], known[9] or '0'}
+  if tonumber(known[6]) >= tonumber(most_calls) or tonumber(known[7]) + #call > tonumber(most_bytes) then return full end
   if after ~= '0' and not is_there(after, after_id) then return {'MISSING', after} end
+  -- A call that goes on from one that nobody has gone on from yet makes that one's sequence longer.
+  local is_longer = after ~= '0' and redis.call('HEXISTS', rollout_key, 'n:' .. after) == 0
+  local sequences = tonumber(known[9] or '0') + (is_longer and 0 or 1)
+  if sequences > tonumber(most_sequences) then return full end
   if known[8] then oldest = string.format('%.0f', math.min(tonumber(known[8]), tonumber(oldest))) end
   calls = string.format('%.0f', tonumber(known[6]) + 1)
   redis.call('HSET', rollout_key, 'calls', calls, 'c:' .. calls, call, 'i:' .. id, calls, 'r:' .. request, calls,
-    'h:' .. history, calls, 'oldest', oldest)
+    'h:' .. history, calls, 'oldest', oldest, 'sequences', string.format('%.0f', sequences))
+  if is_longer then redis.call('HSET', rollout_key, 'n:' .. after, calls) end
   redis.call('HINCRBY', rollout_key, 'bytes', #call)
   redis.call('HINCRBY', rollout_key, 'tokens', tokens)
   redis.pcall('HINCRBY', counts_key, env .. ':calls', 1)

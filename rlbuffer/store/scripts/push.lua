@@ -98,7 +98,7 @@ if opened ~= '0' then
   redis.call('ZADD', pushed_key, string.format('%.0f', now), group)
   redis.call('HDEL', producer_key, 'about')
   redis.pcall('HINCRBY', counts_key, env .. ':pushed', opened)
-  local names = {'capability', 'epoch', 'begun', 'heard', 'calls', 'bytes', 'tokens', 'oldest', 'end'}
+  local names = {'capability', 'epoch', 'begun', 'heard', 'calls', 'sequences', 'bytes', 'tokens', 'oldest', 'end'}
   for i = 9, 8 + tonumber(opened) do
     local values, kept = redis.call('HMGET', KEYS[i], unpack(names)), {'state', 'pushed'}
     for k = 1, #names do

@@ -23,7 +23,10 @@ from own_server import OwnServer
 
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.gateway import answering, service
+from rlbuffer.records.group import Ticket
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.gateway import GatewayStore
+from rlbuffer.store.open_rollouts import End, OpenCall
 
 
 @pytest.fixture
@@ -411,6 +414,90 @@ def test_a_group_is_pushed_once_all_its_rollouts_have_ended_with_what_was_said_o
     (view,) = stage.buffer.groups("env:agents")
     assert (view.prompt_id, view.planned_size) == ("tree", 3)
     assert stage.buffer.verify().ok
+
+
+def sampled(tokens: int) -> OpenCall:
+    """A conversation of one call."""
+    return OpenCall(
+        prompt=np.array([1, 2], np.int32),
+        tokens=np.full(tokens, 7, np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        version_spans=(VersionSpan(0, 0, tokens),),
+        details={"message": {"role": "assistant", "content": ""}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lost"),
+    [
+        # Conversations of each rollout, and tokens of each of them; those that the group is too large for.
+        ([(3, 5), (256, 2), (256, 2), (250, 2), (256, 2), (200, 2), (40, 2)], {1}),
+        ([(1, 2000), (2, 5), (1, 5000), (1, 90)], {2}),
+        ([(1, 5000), (1, 5), (1, 6000)], {0, 2}),
+    ],
+)
+def test_a_group_that_is_too_large_is_pushed_without_its_largest_rollouts_alone(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, sizes: list[tuple[int, int]], lost: set[int]
+) -> None:
+    monkeypatch.setattr("rlbuffer.wire.encoding.MAX_PAYLOAD_BYTES", 30_000)
+    store = stage.first.buffer.store.role(GatewayStore)
+    opened = stage.begin(len(sizes))["open_rollouts"]
+    for one, (conversations, tokens) in zip(opened, sizes, strict=True):
+        line = store.look_up(one["api_key"]).line
+        for number in range(conversations):
+            names = {"request": f"r{number}", "history": f"h{number}", "seen": 0, "line": line}
+            store.record(one["api_key"], sampled(tokens), **names)
+        httpx.post(one["end_url"], json={"reward": 1.0}, timeout=60)
+    found = stage.rollouts(len(sizes))
+    assert {i for i, rollout in enumerate(found) if rollout.failure is not None} == lost
+    assert {found[i].failure.kind for i in lost} == {"too_large"}
+    assert [(len(r.sequences), r.loss_tokens) for i, r in enumerate(found) if i not in lost] == [
+        (conversations, conversations * tokens) for i, (conversations, tokens) in enumerate(sizes) if i not in lost
+    ]
+    assert stage.buffer.verify().ok
+
+
+@pytest.mark.parametrize("field", ["answer", "metadata"])
+def test_what_no_push_can_take_along_is_refused_at_the_opening_and_holds_up_no_push(stage: Stage, field: str) -> None:
+    large = "x" * (5 * 2**20)
+    about = {field: {"text": large}}
+    refused = httpx.post(f"{stage.first.url}/v1/open_rollouts", json={"env": "agents", **about}, timeout=60)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_value")
+    assert "x" * 100 not in refused.text
+    store = stage.first.buffer.store.role(GatewayStore)  # an opening of another program
+    (number,) = stage.wait_for(lambda: store.take_tickets("agents", 1, ttl_seconds=60))
+    ticket = Ticket(env="agents", number=number, group_id=f"agents.{number}")
+    begun = store.begin("key", ticket, size=1, about={"prompt_id": "tree", **about})
+    store.record(
+        begun.capabilities[0],
+        sampled(3),
+        request="r",
+        seen=0,
+        history="h",
+        line=store.look_up(begun.capabilities[0]).line,
+    )
+    store.end(begun.capabilities[0], End(reward=0.5))
+    (rollout,) = stage.rollouts()
+    assert (rollout.failure, rollout.reward, rollout.loss_tokens) == (None, 0.5, 3)
+
+
+def test_a_conversation_more_than_a_rollout_may_have_is_refused_before_it_is_sampled(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("rlbuffer.gateway.answering", "rlbuffer.store.gateway"):
+        monkeypatch.setattr(f"{module}.MAX_SEQUENCES", 2)
+    agent = stage.agent()
+    agent.ask("say one")
+    helper = type(agent)(stage, agent.opened)
+    helper.ask("say two")
+    refused = agent.post(messages=[{"role": "user", "content": "say three"}])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "rollout_full")
+    assert len(stage.engine.samples) == 2
+    agent.ask("say four")  # what goes on is no further conversation
+    agent.end()
+    (rollout,) = stage.rollouts()
+    assert rollout.failure is None
+    assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
 
 
 @pytest.mark.parametrize(

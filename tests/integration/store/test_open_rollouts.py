@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,28 @@ def test_a_rollout_takes_calls_up_to_its_limits(run, monkeypatch, limit, value):
     assert not again.is_new  # what is there is answered all the same
 
 
+def test_a_rollout_takes_conversations_up_to_as_many_as_a_rollout_has_sequences(run, monkeypatch):
+    monkeypatch.setattr("rlbuffer.store.gateway.MAX_SEQUENCES", 3)
+    (capability, _) = begin(run).capabilities
+
+    def add(request: str, after: Any = None) -> Any:
+        behind = {} if after is None else {"after": after.number, "after_id": after.id}
+        one = OpenCall(prompt=np.array([1], np.int32), tokens=np.array([5], np.int32), logprobs=np.zeros(1), **behind)
+        return record(run.store, capability, one, request).call
+
+    first = add("root")
+    second = add("goes on", first)
+    add("branches", first)
+    third = add("goes on again", second)
+    add("another root")
+    assert run.store.look_up(capability).rollout.sequences == 3
+    for after in (None, first, second):
+        with pytest.raises(OpenRolloutFull, match="3 sequences"):
+            add("one too many", after)
+    add("the last goes on", third)
+    assert run.store.look_up(capability).rollout.calls == 6
+
+
 # -- ends --------------------------------------------------------------------------------------------------------------
 def test_the_same_end_again_changes_nothing_and_another_one_is_refused(run):
     (capability, other) = begin(run).capabilities
@@ -375,6 +398,51 @@ def test_a_pushed_group_trains_like_any_other(run):
     assert run.store.verify().ok
 
 
+@pytest.mark.parametrize("limit", [1, 16])
+@pytest.mark.parametrize(
+    "damage", ["end", "no end", "state", "about", "no about", "about is no map", "rollout", "group"]
+)
+def test_what_cannot_be_read_of_a_group_holds_up_no_other(run, damage, limit):
+    wounded = [begin(run, f"wounded {i}") for i in range(3)]
+    sound = begin(run, "sound")
+    for one in (*wounded, sound):
+        end_all(run, one)
+    for one in wounded:
+        rollout, group = run.store.keys.open_rollout(one.names[0]), run.store.keys.open_group(one.group_id)
+        match damage:
+            case "end":
+                run.client.hset(rollout, "end", b"\xc1")
+            case "no end":
+                run.client.hdel(rollout, "end")
+            case "state":
+                run.client.hset(rollout, "state", "odd")
+            case "about":
+                run.client.hset(group, "about", b"\xc1")
+            case "no about":
+                run.client.hdel(group, "about")
+            case "about is no map":
+                run.client.hset(group, "about", b"\x01")
+            case "rollout":
+                run.client.delete(rollout)
+            case "group":
+                run.client.delete(group)
+    pushed = set()
+    for _ in range(4):
+        for waiting in run.store.waiting(limit):
+            rollouts = [End(failure=STALE) if one.end is None else one.end for one in waiting.rollouts]
+            assert len(rollouts) == 2
+            changed = WaitingGroup(
+                **{
+                    **_fields(waiting),
+                    "rollouts": [_with_end(*pair) for pair in zip(waiting.rollouts, rollouts, strict=True)],
+                }
+            )
+            assert run.store.push_rollouts(waiting, group_of(changed))[0] == "stored"
+            pushed.add(waiting.group_id)
+    is_there = damage != "group"
+    assert pushed == {sound.group_id} | ({one.group_id for one in wounded} if is_there else set())
+
+
 def test_only_what_waits_is_pushed(run):
     begun = begin(run)
     waiting = end_all(run, begun)
@@ -410,6 +478,10 @@ def test_a_push_of_what_was_read_before_a_rewind_is_refused(run):
         run.store.push_rollouts(waiting, group_of(waiting))
     assert run.pool() == []
     assert [again.is_void for again in run.store.waiting()] == [True]
+
+
+def _with_end(one: Any, end: End) -> Any:
+    return dataclasses.replace(one, end=end)
 
 
 def _fields(waiting: WaitingGroup) -> dict[str, Any]:
