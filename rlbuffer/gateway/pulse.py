@@ -8,20 +8,28 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rlbuffer.errors import clause
 from rlbuffer.gateway.answering import Answering, Tally
 from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.sweeping import Sweeper
 from rlbuffer.process.heartbeat import RATE_BEATS, Heartbeats
 from rlbuffer.records.group import Group
+from rlbuffer.records.waiting import Trouble, Wait, Waiting
+from rlbuffer.state.text import plural
 from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.open_rollouts import read_counts
+
+TROUBLE_SECONDS = 10.0
+"""An engine in trouble for so long is worth a word: one that is full for a moment is none."""
+TICKET_SECONDS = 5.0
+"""For so long an opener that found no ticket counts as waiting: it asks again within two seconds."""
 
 
 class Pulse(Heartbeats):
     """Beats in a thread of its own: no call holds it up."""
 
     def __init__(self, store: GatewayStore, name: str) -> None:
-        super().__init__("rlbuffer-pulse")
+        super().__init__("rlbuffer-pulse", Trouble.GATEWAY_STUCK)
         self.listens = ""
         self.answering: Answering | None = None
         self.sweeper: Sweeper | None = None
@@ -30,6 +38,8 @@ class Pulse(Heartbeats):
         """Ends that were refused, since the rollout had another one."""
         self.ticket_waits = 0
         """Openings that wait for a ticket now."""
+        self._lacking: dict[str, float] = {}
+        """Env -> when (monotonic) an opening of it found no ticket."""
         self._past: deque[tuple[float, int, float, float]] = deque([(time.monotonic(), 0, 0.0, 0.0)], maxlen=RATE_BEATS)
         """Of the last beats: when (monotonic), calls until then, engine's and own seconds of them."""
         self._store, self._name = store, name
@@ -48,6 +58,10 @@ class Pulse(Heartbeats):
             yield
         finally:
             self.ticket_waits -= 1
+
+    def lacks_ticket(self, env: str) -> None:
+        """An opening has found no ticket."""
+        self._lacking[env] = time.monotonic()
 
     def record(self) -> dict[str, Any]:
         """The content of a heartbeat; msgpack types."""
@@ -92,7 +106,30 @@ class Pulse(Heartbeats):
             self._past.append((time.monotonic(), tally.calls, tally.engine_seconds, tally.own_seconds))
 
     def _renew(self) -> None:
-        """Tickets of open rollouts are kept by their calls."""
+        """Tickets of open rollouts are kept by their calls. What hinders the gateway is found out for the next beat."""
+        self.error, self.waiting = "; ".join(self._troubles()), self._waits()
+
+    def _troubles(self) -> Iterator[str]:
+        """What somebody must cure, as clauses."""
+        if self.fleet is not None and (lasting := self.fleet.lasting(TROUBLE_SECONDS)):
+            yield f"{len(lasting)} of {plural(len(self.fleet), 'engine')} cannot be used ({clause(lasting[0])})"
+        if self.sweeper is not None and self.sweeper.trouble:
+            yield f"open rollouts are not looked after ({clause(self.sweeper.trouble)})"
+        if self.sweeper is not None and self.sweeper.stuck:
+            groups = plural(self.sweeper.stuck, "group")
+            yield f"{groups} cannot be pushed yet, and wait for it ({clause(self.sweeper.stuck_because)})"
+
+    def _waits(self) -> Waiting | None:
+        if not self._store.may_sample():
+            full = "The server's memory is nearly full, so nothing is sampled for agents until steps retire."
+            return Waiting(kind=Wait.SERVER, detail=full)
+        if self.fleet is not None and self.answering is not None and self.answering.open_calls:
+            lasting = self.fleet.lasting(TROUBLE_SECONDS)
+            if len(lasting) == len(self.fleet):
+                return Waiting(kind=Wait.ENGINE, detail=clause(lasting[0]))
+        now = time.monotonic()
+        lacking = [env for env, at in list(self._lacking.items()) if now - at < TICKET_SECONDS]
+        return Waiting(kind=Wait.TICKET, env=", ".join(sorted(lacking))) if lacking else None
 
     def _tell(self, record: dict[str, Any]) -> Mapping[str, Any] | None:
         counts = read_counts(self._store)

@@ -281,6 +281,7 @@ class Gateway:
             begun: Begun | None = await _on_server(work)
             if begun is not None:
                 return begun
+            self.pulse.lacks_ticket(env)
             if time.monotonic() >= deadline:
                 raise Refused(
                     f"no ticket of env {env} is out now: what is pending and under way is enough, so ask again. "
@@ -494,7 +495,7 @@ def _refuse_early(request: web.Request, status: HTTPStatus, told: str) -> web.St
 
 
 def _event(name: str, data: Any) -> bytes:
-    body = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    body = data if isinstance(data, str) else json.dumps(data)  # in ASCII: clients split lines at U+2028, too
     return (f"event: {name}\n" if name else "").encode() + f"data: {body}\n\n".encode()
 
 

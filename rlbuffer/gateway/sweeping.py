@@ -85,6 +85,8 @@ class Sweeper:
         """Group that waits -> monotonic time when it was seen first."""
         self._later: dict[str, tuple[float, float]] = {}
         """Group that could not be pushed -> monotonic time of the next try, and the pause before the one after it."""
+        self.stuck_because = ""
+        """Why the last of these could not."""
         self.abandoned = 0
         """Open rollouts that were ended here."""
         self.trouble = ""
@@ -168,6 +170,7 @@ class Sweeper:
                 told = str(error) if isinstance(error, RlbufferError) else type(error).__name__
                 if group.group_id not in self._later:
                     _log.warning("group %s cannot be pushed, and is tried again: %s", group.group_id, told)
+                self.stuck_because = told
                 self._later[group.group_id] = now + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
             self._later.pop(group.group_id, None)

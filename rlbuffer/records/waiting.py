@@ -47,6 +47,7 @@ class Wait(StrEnum):
     NO_NEED = "no_need"
     DRAINING = "draining"
     SERVER = "server"
+    ENGINE = "engine"
     NO_BATCHER = "no_batcher"
     STOPPED = "stopped"
     ENDED = "ended"
@@ -206,6 +207,7 @@ class Trouble(StrEnum):
     NO_WORKER = "no_worker"
     NO_SCORER = "no_scorer"
     SCORER_STUCK = "scorer_stuck"
+    GATEWAY_STUCK = "gateway_stuck"
     DAMAGED = "damaged"
     SERVER = "server"
     MEMORY = "memory"
@@ -364,6 +366,8 @@ def _sentence(w: Waiting) -> str:
             return "The run drains: no tickets until `rlbuffer drain --undo`."
         case Wait.SERVER:
             return w.detail
+        case Wait.ENGINE:
+            return f"The calls of agents wait for an engine: {w.detail}."
         case Wait.NO_BATCHER:
             return _without_batcher(w)
         case Wait.STOPPED if w.step:
@@ -501,6 +505,8 @@ def _problem(p: Problem) -> str:
             return f"{_groups(p.count)} of {p.env} need {p.detail}, and no scorer gives it. Start `rlbuffer score`."
         case Trouble.SCORER_STUCK:
             return f"The scorer {p.worker} says: {p.detail}."
+        case Trouble.GATEWAY_STUCK:
+            return f"The gateway {p.worker} says: {p.detail}."
         case Trouble.DAMAGED:
             whose = f" ({p.detail})" if p.detail else ""
             return (

@@ -35,6 +35,10 @@ PATIENCE_SECONDS = 300.0
 """Longest that a call waits for engines that are away, full or paused; clients wait for ten minutes."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 10.0
 """Pause before an engine is asked again, doubled each time, with jitter."""
+WATCH_SECONDS = 5.0
+"""Seconds between two looks at engines that are down, also while nobody calls."""
+RECENT_SECONDS = 60.0
+"""A call that failed says for so long that its engine is in trouble: who waits for one asks it more often."""
 LOOK_SECONDS = 15.0
 """A look at an engine counts for so long."""
 REFUSED_TRIES = 3
@@ -68,6 +72,12 @@ class _Place:
     """Monotonic time of the next look."""
     trouble: str = NOT_ASKED
     """Why it is left out, without the engine's own words, which may quote an agent; "" when it is not."""
+    is_down: bool = True
+    """It could not be found out. Else it is a call that failed."""
+    failing_since: float = 0.0
+    """Monotonic time of the first failure since it worked."""
+    failed_at: float = 0.0
+    """Monotonic time of the last one."""
     ask_at: float = 0.0
     """Monotonic: not asked before."""
     pause: float = FIRST_PAUSE_SECONDS
@@ -87,6 +97,7 @@ class Fleet:
         self, urls: Sequence[str], *, timeout_seconds: float, patience_seconds: float = PATIENCE_SECONDS
     ) -> None:
         self._seconds, self._patience = timeout_seconds, patience_seconds
+        self._watching: asyncio.Task[None] | None = None
         self._places = [
             _Place(url.rstrip("/"), Endpoint(url, timeout_seconds=timeout_seconds, setting=SETTING)) for url in urls
         ]
@@ -97,12 +108,13 @@ class Fleet:
         Raises:
             ConfigError: one was not started for this.
         """
+        self._watching = asyncio.create_task(self._watch())
         outcomes = await asyncio.gather(*(self._bring_up(place) for place in self._places), return_exceptions=True)
         for place, outcome in zip(self._places, outcomes, strict=True):
             if isinstance(outcome, ConfigError):
                 raise outcome
             if isinstance(outcome, RlbufferError):
-                self._note(place, outcome)
+                self._note(place, outcome, is_down=True)
             elif isinstance(outcome, BaseException):
                 raise outcome
 
@@ -115,6 +127,20 @@ class Fleet:
     def troubles(self) -> list[str]:
         """A sentence for each that cannot be used."""
         return [place.trouble for place in self._places if place.trouble]
+
+    def lasting(self, seconds: float) -> list[str]:
+        """A sentence for each that has been in trouble for so long, and still is."""
+        now = time.monotonic()
+        return [
+            place.trouble
+            for place in self._places
+            if place.trouble not in ("", NOT_ASKED)
+            and now - place.failing_since >= seconds
+            and (place.is_down or now - place.failed_at < RECENT_SECONDS)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     async def ask(self, about: str, work: Callable[[Engine, Template], Awaitable[T]]) -> T:
         """Does `work` with an engine, again and again where that may help.
@@ -132,15 +158,17 @@ class Fleet:
                 if time.monotonic() + wait > deadline:
                     raise self._nobody()
                 await asyncio.sleep(wait)
+            is_down = True
             try:
                 await self._bring_up(place)
+                is_down = False
                 if place.engine is None or place.template is None:
                     continue
                 done = await work(place.engine, place.template)
             except PromptTooLong as error:
                 raise Refused(str(error), code="context_length_exceeded") from error
             except (SamplerUnavailable, ConfigError) as error:
-                self._note(place, error)
+                self._note(place, error, is_down=is_down)
             except RequestFailed as error:
                 refusals += 1
                 place.look_at = 0.0  # it may be another engine than the one that was asked before
@@ -153,8 +181,24 @@ class Fleet:
 
     async def close(self) -> None:
         """Closes all connections."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         for place in self._places:
             await place.endpoint.close()
+
+    async def _watch(self) -> None:
+        """Looks at engines that are down: whether one is there again is known before somebody calls."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            down = [place for place in self._places if place.is_down and time.monotonic() >= place.ask_at]
+            await asyncio.gather(*map(self._looked_at, down))
+
+    async def _looked_at(self, place: _Place) -> None:
+        try:
+            await self._bring_up(place)
+        except RlbufferError as error:
+            self._note(place, error, is_down=True)
 
     def _choice(self, about: str) -> _Place:
         """The rollout's own engine, by the highest digest of both, unless it is in trouble and another one is not."""
@@ -165,7 +209,7 @@ class Fleet:
 
         return max(self._places, key=rank)
 
-    def _note(self, place: _Place, error: RlbufferError) -> None:
+    def _note(self, place: _Place, error: RlbufferError, *, is_down: bool) -> None:
         """Leaves an engine out for a while, and has it looked at before it is asked again."""
         asked = error.seconds if isinstance(error, SamplerBusy) else 0.0
         pause = min(max(place.pause, asked), LONGEST_PAUSE_SECONDS) * _RANDOM.uniform(0.7, 1.0)
@@ -173,7 +217,9 @@ class Fleet:
         place.look_at = 0.0
         if not isinstance(error, SamplerBusy):
             place.template = None
-        told = str(error).partition(": ")[0]
+        told, place.is_down, place.failed_at = str(error).partition(": ")[0], is_down, time.monotonic()
+        if place.trouble in ("", NOT_ASKED):
+            place.failing_since = place.failed_at
         if not place.trouble or place.trouble == NOT_ASKED:
             _log.warning("an engine cannot be used, and calls wait for it: %s", told)
         place.trouble = told
@@ -222,7 +268,8 @@ class Fleet:
         await engine.probe()
         place.shown = await shown(_rendering(engine))
         place.template = await check_template(_rendering(engine))
-        place.trouble = ""
+        if place.is_down:  # what a call has failed of, only a call can show to be over
+            place.trouble, place.is_down = "", False
         if not place.template.is_append_only:
             _log.warning(
                 "engine %s: no turn can go on from the one before, since its chat template cannot be continued: "

@@ -103,6 +103,19 @@ def test_a_stream_says_what_the_answer_says_and_pings_while_it_waits(
     assert usage["usage"]["completion_tokens"] == len(stage.engine.samples[0].tokens)
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_an_event_is_one_line_however_a_client_splits_them(stage: Stage, path: str) -> None:
+    said = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei é \U0001f333"
+    url = f"{stage.agent().opened['base_url']}/{path}"
+    for asked in (f"say {said}", f"call look_up {json.dumps({'word': said})}"):
+        body = {"messages": [{"role": "user", "content": asked}], "input": asked, "stream": True}
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            lines = list(response.iter_lines())
+        found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        assert all(not line or line.startswith(("data: ", "event: ")) for line in lines)
+        assert asked[:4] == "call" or json.dumps(said)[1:-1] in json.dumps(found)
+
+
 def test_a_refusal_behind_pings_is_an_event(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "PING_SECONDS", 0.1)
     agent = stage.agent()
