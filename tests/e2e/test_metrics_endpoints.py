@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import httpx
 import pytest
+from fake_engine import FakeEngine
 from forked import Parent
 from homes import Home, a_home
-from own_server import OwnServer
+from own_server import OwnServer, free_port
 
 from rlbuffer.client.scrapes import READ_SECONDS
 from rlbuffer.state.metric import Metric
@@ -58,9 +60,11 @@ ADMIN = "user root on >CHANGE-root ~* &* +@all"
 class Live:
     """A tiny run at work, and the address of its metrics."""
 
-    def __init__(self, home: Home, server: OwnServer) -> None:
-        self.home, self.server = home, server
+    def __init__(self, home: Home, server: OwnServer, engine: str) -> None:
+        self.home, self.server, self.engine = home, server, engine
         self.url = ""
+        self.opened: list[dict[str, str]] = []
+        """What the gateway has answered to whoever began a rollout."""
 
     def as_user(self, role: str) -> None:
         """What begins now logs in as this role."""
@@ -88,8 +92,12 @@ class Live:
         ):
             self.as_user(role)
             self.home.start(*arguments, "--config", path, log=name)
+        agents = f"127.0.0.1:{free_port()}"
+        self.as_user("gateway")
+        self.home.start("gateway", "--engine", self.engine, "--listen", agents, "--config", path, log="gateway")
         self.as_user("root")
         self.home.wait_until(self._find, seconds=180, why="the metrics of serve")
+        self.home.wait_until(lambda: self._opens(agents), seconds=180, why="an open rollout")
         with self.home.connect() as buffer:
             buffer.writer("a-test").push(make_group(env="vcopy", seed=10**9, version=10**6))
         self.home.wait_until(self._has_everything, seconds=180, why="a few steps, a drop and a checkpoint")
@@ -106,6 +114,16 @@ class Live:
             for metric, labels, value in SAMPLE.findall(self.text())
             if not metric.startswith("#")
         }
+
+    def _opens(self, agents: str) -> bool:
+        """Begins a rollout of an agent, which asks nothing."""
+        try:
+            body = {"env": "vcopy", "key": "one"}
+            answer = httpx.post(f"http://{agents}/v1/open_rollouts", json=body, timeout=60)
+        except httpx.HTTPError:  # it does not listen yet
+            return False
+        self.opened = answer.json().get("open_rollouts", [])
+        return bool(self.opened)
 
     def _find(self) -> bool:
         log = self.home.path / "serve.log"
@@ -134,12 +152,14 @@ def live(parent: Parent) -> Iterator[Live]:
         users.write_text(f"{USERS.read_text().rstrip()}\n{ADMIN}\n")
         options = {"aclfile": str(users)}
         with OwnServer(home.path / "own", options=options, program=str(find_binary().path)) as server:
-            run = Live(home, server)
+            engine = FakeEngine().start()
+            run = Live(home, server, engine.url)
             try:
                 run.begin()
                 yield run
             finally:
                 home.stop()
+                engine.stop()
 
 
 def test_every_metric_of_the_page_is_answered_with_its_kind_and_a_sensible_value(live: Live) -> None:
@@ -277,9 +297,12 @@ def test_a_server_that_hangs_keeps_nobody_waiting_for_the_metrics(live: Live) ->
 def test_every_process_has_done_its_work_with_the_rights_of_its_role_and_each_command_does(live: Live) -> None:
     """The last one: it drains the run, and takes a step back."""
     home = live.home
-    assert [process.poll() for process in home.processes[:5]] == [None] * 5, home.logs()
+    assert [process.poll() for process in home.processes[:6]] == [None] * 6, home.logs()
     assert "tiny" in live.says("viewer", "inspect")
     assert "tiny" in live.says("viewer", "runs", "list")
+    assert live.opened[0]["name"] in live.says("viewer", "inspect", "open")
+    ended = httpx.post(live.opened[0]["end_url"], json={"failure": "given up"}, timeout=60)
+    assert ended.status_code == 200, ended.text  # else its ticket would stay out
     live.says("operator", "drain", "--timeout", "60")
     live.says("operator", "env", "pause", "repeat")
     assert "does not allow" not in home.printed()
