@@ -158,6 +158,14 @@ def model(c: Context) -> Iterator[Finding]:
         yield failure(why, setting)
 
 
+@check("weights.url", parts=("train", "worker"))
+def deltas(c: Context) -> Iterator[Finding]:
+    """Versions go to other hosts as deltas to the version before."""
+    if c.settings.weights.url and find_spec("zstandard") is None:
+        fix = f"Install it: {installed_by('weights')}"
+        yield warning("zstandard is not installed: every version goes to other hosts whole", "weights.url", fix=fix)
+
+
 @check("trainer.lora.path trainer.lora.rank trainer.lora.alpha trainer.lora.targets", parts=("train", "score"))
 def adapter(c: Context) -> Iterator[Finding]:
     """The adapter that training begins with is LoRA and nothing else, and no other setting contradicts it.

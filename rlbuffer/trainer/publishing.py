@@ -64,7 +64,15 @@ def _write(session: TrainerSession, version: int) -> PolicyVersion | None:
     beside = companions(settings.model.path, settings.trainer.lora.path)
     if session.base is None:
         config = config_of(policy.model, dtype=dtype)
-        return publish_model(folder, version, state=state, config=config, keep=keep, beside=beside)
+        return publish_model(
+            folder,
+            version,
+            state=state,
+            config=config,
+            keep=keep,
+            beside=beside,
+            with_delta=bool(settings.weights.url),
+        )
     located = replace(session.base, location=announced(settings, session.base.location))
     return publish_adapter(
         folder,

@@ -12,6 +12,7 @@ place that the trainer announced.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlbuffer.config.addresses import is_url
 from rlbuffer.config.settings import RunSettings
@@ -29,6 +31,7 @@ from rlbuffer.process.files import flush, rename_for_good, sha256_of
 from rlbuffer.process.variables import secret
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.layout import (
+    DELTA_FILE,
     LIST_FILE,
     SERVED_NAME,
     TEMPORARY,
@@ -41,6 +44,11 @@ from rlbuffer.weights.layout import (
     weights_among,
     write_list,
 )
+
+if TYPE_CHECKING:
+    import httpx
+
+_log = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "RLBUFFER_WEIGHTS_TOKEN"
 """Environment variable with the bearer token that servers of weights ask for; not set: none."""
@@ -174,13 +182,15 @@ class VersionCache:
                     break
                 shutil.rmtree(folder, ignore_errors=True)  # whoever began it is gone: its lock is ours
                 folder.mkdir()
-                url = f"{place.rstrip('/')}/{name}"
+                place = place.rstrip("/")
                 try:
-                    files = fetch_list(client, url, name=name)
+                    files = fetch_list(client, f"{place}/{name}", name=name)
                     self._check(files, policy)
+                    if not self._rebuilt(client, place, files, folder, name):
+                        files = tuple(file for file in files if file.name != DELTA_FILE)
                     for file in files:
-                        if not self._linked(file, folder):
-                            fetch_file(client, url, file, folder, stopped=self._stop.is_set)
+                        if not (folder / file.name).exists() and not self._linked(file, folder):
+                            fetch_file(client, f"{place}/{name}", file, folder, stopped=self._stop.is_set)
                 except WeightsError as error:
                     reasons.append(f"  {place}: {error}")
                     continue
@@ -194,6 +204,20 @@ class VersionCache:
             + "\n  Is a server of weights running there (weights.listen at the trainer, or `rlbuffer weights serve`), "
             "and can this host reach it?"
         )
+
+    def _rebuilt(
+        self, client: httpx.Client, place: str, files: tuple[ListedFile, ...], folder: Path, name: str
+    ) -> bool:
+        """The weights were made of a version that is here and of deltas; False: they are to be downloaded whole."""
+        try:
+            from rlbuffer.weights.rebuilding import rebuild
+        except ImportError:  # zstandard; `rlbuffer doctor` says so
+            return False
+        try:
+            return rebuild(client, place, files, folder, name=name, cache=self.directory, stopped=self._stop.is_set)
+        except WeightsError as error:
+            _log.warning("%s is downloaded whole: %s", name, error)
+            return False
 
     def _linked(self, file: ListedFile, folder: Path) -> bool:
         """The file of another version here is the same one, and now this one's, too: tokenizers never change."""

@@ -15,6 +15,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,6 +35,7 @@ from rlbuffer.weights.layout import (
     ADAPTER_FILE,
     BASE_FILE,
     CONFIG_FILE,
+    DELTA_FILE,
     TEMPORARY,
     WEIGHTS_FILE,
     check,
@@ -59,6 +61,7 @@ def publish(
     config: Mapping[str, Any],
     keep: int,
     beside: Mapping[str, Path] = NO_FILES,
+    with_delta: bool = False,
 ) -> PolicyVersion:
     """Writes a policy version and removes old ones.
 
@@ -69,6 +72,7 @@ def publish(
         state: name -> tensor, on any device; tied weights are written once.
         config: the Hugging Face config, JSON types.
         beside: what else makes it a model, as :func:`rlbuffer.weights.companions.companions` finds it.
+        with_delta: the change since the newest older version is written, too, for who downloads versions.
 
     Raises:
         ValueError: `version` is negative or `keep` below 1.
@@ -83,6 +87,7 @@ def publish(
         {CONFIG_FILE: config},
         weights_file=WEIGHTS_FILE,
         beside=beside,
+        since=_newest_before(directory, version) if with_delta else None,
         then=lambda: _prune(directory, version, keep),
     )
 
@@ -142,11 +147,12 @@ def _write(
     *,
     weights_file: str,
     beside: Mapping[str, Path],
+    since: Path | None = None,
     then: Callable[[], None] = lambda: None,
 ) -> PolicyVersion:
     """Writes tensors and JSON documents under a temporary name, flushes them and renames the directory.
 
-    `version` None: the base of adapters.
+    `version` None: the base of adapters. `since`: the version that a delta is made to.
     """
     prefix = "base" if version is None else f"v{version:08d}"
     temporary = directory / f"{TEMPORARY}{prefix}-{uuid.uuid4().hex}"
@@ -161,8 +167,14 @@ def _write(
             (temporary / name).write_text(json.dumps(dict(values), indent=2, sort_keys=True) + "\n", "utf-8")
         put_beside(temporary, beside, among=directory)
         size, checksum = weights.stat().st_size, sha256_of(weights)
-        write_list(temporary, listed(temporary, {weights_file: checksum}))
-        for path in (weights, *(temporary / name for name in documents), temporary):
+        written = [weights, *(temporary / name for name in documents)]
+        if since is not None and _write_delta(since, temporary):
+            written.append(temporary / DELTA_FILE)
+        files = listed(temporary, {weights_file: checksum})
+        if since is not None:
+            files = [replace(file, base=since.name) if file.name == DELTA_FILE else file for file in files]
+        write_list(temporary, files)
+        for path in (*written, temporary):
             flush(path)
         final = directory / f"{prefix}-{checksum[:12]}"
         if final.is_dir():
@@ -226,6 +238,19 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise WeightsError(f"{path} is not a JSON object")
     return config
+
+
+def _newest_before(directory: Path, version: int) -> Path | None:
+    older = [path for number, paths in versions(directory).items() if number < version for path in paths]
+    return older[-1] if older else None
+
+
+def _write_delta(since: Path, directory: Path) -> bool:
+    try:
+        from rlbuffer.weights.delta import write_delta
+    except ImportError:  # zstandard: readers load the whole file then
+        return False
+    return write_delta(since / WEIGHTS_FILE, directory / WEIGHTS_FILE, directory / DELTA_FILE)
 
 
 def _prune(directory: Path, version: int, keep: int) -> None:

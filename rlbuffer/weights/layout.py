@@ -3,6 +3,7 @@
     <directory>/v00000012-9f86d081884c/model.safetensors    the weights
                                        config.json          the Hugging Face config
                                        tokenizer.json ...   what else makes it a model: see `companions`
+                                       model.delta          the weights as a change of an older version's
                                        files.json           size and sha256 of the others: what a download is checked by
 
 A LoRA adapter's version has ``adapter_model.safetensors``, ``adapter_config.json`` and ``base.json`` in place of the
@@ -30,6 +31,8 @@ from rlbuffer.records.policy_version import PolicyVersion
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 LIST_FILE = "files.json"
+DELTA_FILE = "model.delta"
+"""Only where it is much smaller than the weights, and only for who downloads them: :mod:`rlbuffer.weights.delta`."""
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "base.json"
@@ -58,6 +61,8 @@ class ListedFile:
     """Bytes."""
     sha256: str
     """Hex."""
+    base: str = ""
+    """Of a delta: name of the directory of the older version that it is a change of."""
 
 
 def listed(directory: Path, known: Mapping[str, str]) -> list[ListedFile]:
@@ -83,7 +88,10 @@ def write_list(directory: Path, files: Iterable[ListedFile]) -> None:
         OSError: the filesystem refused.
     """
     path = directory / LIST_FILE
-    entries = {file.name: {"size": file.size, "sha256": file.sha256} for file in files}
+    entries = {
+        file.name: {"size": file.size, "sha256": file.sha256} | ({"from": file.base} if file.base else {})
+        for file in files
+    }
     path.write_text(json.dumps({"files": entries}, indent=2, sort_keys=True) + "\n", "utf-8")
     flush(path)
 
@@ -97,7 +105,9 @@ def parse_list(text: str | bytes, *, name: str) -> tuple[ListedFile, ...]:
     try:
         entries = json.loads(text)["files"]
         files = tuple(
-            ListedFile(name=str(file), size=int(entry["size"]), sha256=str(entry["sha256"]))
+            ListedFile(
+                name=str(file), size=int(entry["size"]), sha256=str(entry["sha256"]), base=str(entry.get("from", ""))
+            )
             for file, entry in entries.items()
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -105,6 +115,8 @@ def parse_list(text: str | bytes, *, name: str) -> tuple[ListedFile, ...]:
     for file in files:
         if not FILE.match(file.name) or file.name == LIST_FILE or file.size < 0 or not _SHA256.match(file.sha256):
             raise WeightsError(f"{LIST_FILE} of {name} has an entry that cannot be: {file.name!r}")
+        if file.base and not _is_older(file.base, name):
+            raise WeightsError(f"{LIST_FILE} of {name} has a delta to {file.base!r}, which is no older version")
     weights = weights_among(files)
     match = SERVED_NAME.match(name)
     if len(files) > MAX_FILES or weights is None or match is None or not weights.sha256.startswith(match[1]):
@@ -115,6 +127,11 @@ def parse_list(text: str | bytes, *, name: str) -> tuple[ListedFile, ...]:
 def weights_among(files: Iterable[ListedFile]) -> ListedFile | None:
     """The one that a version is named and announced by; None when there is none."""
     return next((file for file in files if file.name in (WEIGHTS_FILE, ADAPTER_FILE)), None)
+
+
+def _is_older(base: str, name: str) -> bool:
+    older, newer = VERSION.match(base), VERSION.match(name)
+    return older is not None and newer is not None and int(older[1]) < int(newer[1])
 
 
 def versions(directory: Path) -> dict[int, list[Path]]:

@@ -79,14 +79,15 @@ def build_model(settings: ModelSettings, *, seed: int) -> PreTrainedModel:
         if what:  # the library would load the base that it names, with the adapter in it
             raise ConfigError(f"{what}. {fix}", setting="model.path")
         try:
-            model, told = make.from_pretrained(
-                directory,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            with _without_progress():
+                model, told = make.from_pretrained(
+                    directory,
+                    dtype=dtype,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
             if told["missing_keys"]:  # the library would draw them: a model that nobody has trained
                 raise ValueError(f"its files lack {some(sorted(told['missing_keys']))}")
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -211,7 +212,7 @@ def in_own_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> M
 
 @contextmanager
 def _without_progress() -> Iterator[None]:
-    """No bar on stderr, where workers would show one at every version."""
+    """No bar on stderr: workers would show one at every version, and the semaphore of a rank's would outlive it."""
     bars: Any = logging  # its functions carry no types
     if not bars.is_progress_bar_enabled():
         yield

@@ -95,17 +95,27 @@ def publish_model(
             keep=kept_versions(settings) if keep is None else keep,
             is_first=rank == 0,
             beside=companions(origin_of(model) or settings.model.path, tokenizer or ""),
+            with_delta=bool(settings.weights.url),
         ),
     )
 
 
 def _write_model(
-    model: PreTrainedModel, version: int, *, folder: Path, keep: int, is_first: bool, beside: Mapping[str, Path]
+    model: PreTrainedModel,
+    version: int,
+    *,
+    folder: Path,
+    keep: int,
+    is_first: bool,
+    beside: Mapping[str, Path],
+    with_delta: bool,
 ) -> PolicyVersion | None:
     state = model_state(model)
     if not is_first:
         return None
-    return publish(folder, version, state=state, config=config_of(model), keep=keep, beside=beside)
+    return publish(
+        folder, version, state=state, config=config_of(model), keep=keep, beside=beside, with_delta=with_delta
+    )
 
 
 def origin_of(model: PreTrainedModel) -> Path | None:

@@ -24,9 +24,10 @@ from places import EMBEDDED
 from takeover_runs import ALLOWED_SECONDS, run_takeovers
 from torn_runs import SERVERS, programs, run_torn
 from watched import MISSING
+from weight_kills import run_weight_kills
 from worker_kills import run_worker_kills
 
-RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile", "losses", "workers")
+RUNS = ("kills", "network", "takeovers", "failovers", "disks", "torn", "hostile", "losses", "workers", "weights")
 """In the order in which they run. `doors` needs TRL, `gateway` the clients of OpenAI and Anthropic: they run where they
 are named, in the environment of `make adapters-test`."""
 DOORS, GATEWAY = "doors", "gateway"
@@ -64,6 +65,9 @@ def main() -> int:
         "--losses", type=int, default=30, help="losses of newest writes, over own trainers (default 30)"
     )
     parser.add_argument("--worker-kills", type=int, default=40, help="kills of a worker in a load (default 40)")
+    parser.add_argument(
+        "--weight-kills", type=int, default=30, help="kills of each of publisher, relay, worker (default 30)"
+    )
     parser.add_argument("--door-kills", type=int, default=20, help="kills around a trainer of TRL's (default 20)")
     parser.add_argument("--rollouts", type=int, default=60, help="open rollouts, at least (default 60)")
     parser.add_argument("--agents", type=int, default=20, help="agents at once (default 20)")
@@ -109,6 +113,7 @@ def again(name: str, args: argparse.Namespace) -> str:
     sizes[GATEWAY] = f"--rollouts {args.rollouts} --agents {args.agents} --window-kills {args.window_kills}"
     sizes["hostile"] = f"--moves {args.moves} --pushes {args.pushes}"
     sizes["workers"] = f"--worker-kills {args.worker_kills}"
+    sizes["weights"] = f"--weight-kills {args.weight_kills}"
     where = f"{' --sentinels' * args.sentinels}{' --cluster' * args.cluster}"
     return f"python tests/faults {name}{where} --seed {args.seed} {sizes[name]}"
 
@@ -178,6 +183,9 @@ def run_one(name: str, args: argparse.Namespace, say: Say) -> Iterator[Outcome]:
             return
         if name == "workers":
             yield run_worker_kills(home, seed=args.seed, kills=args.worker_kills, say=say)
+            return
+        if name == "weights":
+            yield run_weight_kills(path, seed=args.seed, kills=args.weight_kills, say=say)
             return
         outcome = run_takeovers(home, rounds=args.takeovers, steps_between=3, say=say, place=place)
         late = [n for n in outcome.facts["takeover seconds"] if n > ALLOWED_SECONDS]

@@ -23,6 +23,7 @@ from processes_under_test import KINDS
 from takeover_runs import run_takeovers
 from torn_runs import programs, run_torn
 from watched import MISSING
+from weight_kills import run_weight_kills
 from worker_kills import run_worker_kills
 
 from rlbuffer.records.micro_batch import WholeSample
@@ -61,6 +62,12 @@ def test_sampling_goes_on_after_a_worker_is_killed_in_a_load(home: Home) -> None
     outcome = run_worker_kills(home, seed=3, kills=3, say=say)
     assert outcome.findings == []
     assert outcome.facts["rollouts compared"] > 0
+
+
+def test_no_version_of_weights_is_ever_wrong_where_publisher_relay_and_worker_are_killed(tmp_path: Path) -> None:
+    outcome = run_weight_kills(tmp_path, seed=3, kills=2, say=say)
+    assert outcome.findings == []
+    assert dict(outcome.faults) == {"publisher": 2, "relay": 2, "worker": 2}
 
 
 def test_the_other_batcher_goes_on_while_the_leader_is_halted_and_refuses_it_afterwards(home: Home) -> None:
