@@ -133,6 +133,8 @@ class _Scorer:
         self._found: dict[str, _Pending] = {}
         """entry id -> push, in the order in which they came."""
         self._cursor = "0-0"
+        self._known_end: str | None = None
+        """What the run's meta said of its trainer's last step when this began: behind it, it waits for the next one."""
         self._losses = self._store.losses()
 
     async def run(self) -> bool:
@@ -168,8 +170,14 @@ class _Scorer:
         return has_ended
 
     def _producer(self) -> Producer:
-        epoch = self._store.open_run().epoch
-        return Producer(self._store, self._name, epoch=epoch, on_retry=self._held_up)
+        meta = self._store.open_run()
+        if self._known_end is None:
+            self._known_end = meta.finished
+        return Producer(self._store, self._name, epoch=meta.epoch, on_retry=self._held_up)
+
+    def _has_ended(self) -> bool:
+        """The run has ended, or its trainer has made its last step since this scorer began."""
+        return self._store.meta().finished not in ("", self._known_end) or self._store.has_ended()
 
     async def _serve_run(self, producer: Producer) -> bool:
         """Serves the run until it is stopped, or the run has ended (-> True)."""
@@ -184,7 +192,7 @@ class _Scorer:
                 self._beat.waiting = None if self._found else idle
                 if time.monotonic() - looked > RETRY_SECONDS:
                     looked = time.monotonic()
-                    if await asyncio.to_thread(self._store.has_ended):
+                    if await asyncio.to_thread(self._has_ended):
                         return True
                 await asyncio.sleep(SCORER_POLL_SECONDS)
                 continue

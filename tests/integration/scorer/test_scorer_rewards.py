@@ -262,3 +262,20 @@ def test_a_scorer_ends_with_its_run(stages: Any):
     stage.threads[0].join(60)
     assert not stage.threads[0].is_alive()
     assert stage.raised is None
+
+
+def test_a_scorer_ends_with_the_last_step_of_the_trainer_and_one_that_comes_later_waits(stages: Any) -> None:
+    stage = stages("judged", gives=["rewards.judge"])
+    client, meta = stage.buffer.store.connection.client, stage.buffer.store.keys.meta
+    stage.start()
+    stage.writer.push(unscored(1, rewards=[0.0, 1.0], needs=("rewards.judge",)))
+    eventually(lambda: stage.told("scored"))
+    assert stage.told("stopped") == []
+    client.hset(meta, "finished", "7 3")  # as the leader writes it
+    eventually(lambda: stage.told("stopped"))
+    stage.threads[0].join(60)
+    assert stage.raised is None
+    stage.start()
+    stage.writer.push(unscored(2, rewards=[0.0, 1.0], needs=("rewards.judge",)))
+    eventually(lambda: len(stage.told("scored")) == 2)
+    assert len(stage.told("stopped")) == 1
