@@ -6,6 +6,7 @@ and the history (dropped). Looking changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -240,14 +241,28 @@ def every_group(
 ) -> Iterator[tuple[GroupView, GroupSource]]:
     """Every group in a state, of a first push, or a step, that is taken; others are not read.
 
-    Steps that cannot be read are left out and added to `problems`; None: PayloadError.
+    A group that is packed or dropped while this reads is named once, as it was when it was read first. Steps that
+    cannot be read are left out and added to `problems`; None: PayloadError.
     """
+    pending, began_ms = set[str](), math.inf
     if takes(State.FORMING) or takes(State.READY):
-        yield from pending_groups(store, takes_push=takes_push)
+        began_ms = math.floor(1000 * store.now())
+        for view, sources in pending_groups(store, takes_push=takes_push):
+            pending.add(view.group_id)
+            yield view, sources
     if takes(State.PACKED) or takes(State.TRAINED):
-        yield from _in_steps(store, takes_step, problems)
+        for (view, members), header in _in_steps(store, takes_step, problems):
+            # Of a group that may be used again one is pending while another use of it is trained.
+            if view.group_id not in pending or header.committed_ms < began_ms:
+                yield view, members
     if takes(State.DROPPED):
-        yield from ((view, ()) for view in dropped_groups(store.history(), is_stream=is_stream(store.meta())))
+        # A part that came late or twice is dropped while its group is pending.
+        history = [
+            record
+            for record in store.history()
+            if record.get("group_id") not in pending or round(1000 * record.get("at", 0)) < began_ms
+        ]
+        yield from ((view, ()) for view in dropped_groups(history, is_stream=is_stream(store.meta())))
 
 
 # -- pending -----------------------------------------------------------------------------------------------------------
@@ -334,7 +349,7 @@ def _pending_view(group_id: str, parts: Sequence[PoolEntry], *, versions: Mappin
 # -- packed and trained ------------------------------------------------------------------------------------------------
 def _in_steps(
     store: Viewer, takes_step: Callable[[int], bool], problems: list[RlbufferError] | None
-) -> Iterator[tuple[GroupView, Sequence[PartRollout]]]:
+) -> Iterator[tuple[tuple[GroupView, Sequence[PartRollout]], StepHeader]]:
     trained, unused = store.trainer().trained, store.unused()
     headers = [header for header in store.headers(problems=problems) if takes_step(header.step)]
     for header in sorted(headers, key=lambda h: -h.step):
@@ -354,7 +369,7 @@ def _in_steps(
         for group_id in header.group_ids:
             members = groups.get(group_id, [])
             if used := [member for member in members if member.info.rollout_id not in left]:
-                yield _consumed_view(group_id, used, header, trained=trained), members
+                yield (_consumed_view(group_id, used, header, trained=trained), members), header
 
 
 def _consumed_view(group_id: str, members: Sequence[PartRollout], header: StepHeader, *, trained: int) -> GroupView:

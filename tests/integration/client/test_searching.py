@@ -14,6 +14,7 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.client import searching
 from rlbuffer.client.operations import choose
+from rlbuffer.client.views import every_group
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer.testing import make_group
 
@@ -53,6 +54,32 @@ def buffer(run: Run) -> Iterator[rlbuffer.Buffer]:
     push(run, "b.4", {})
     with rlbuffer.connect(run.url, run=run.store.run) as opened:
         yield opened
+
+
+@pytest.mark.parametrize("becomes", ["packed", "dropped"])
+def test_a_group_that_leaves_the_pool_while_groups_are_read_is_named_once(run: Run, becomes: str) -> None:
+    push(run, "a.0", {})
+    run.step()
+    push(run, "a.1", {})
+    read = every_group(run.store)
+    found = [next(read)[0]]
+    if becomes == "packed":
+        run.step()
+    else:
+        run.drop("stale", run.pool())
+    found += [view for view, _ in read]
+    assert sorted(view.group_id for view in found) == ["a.0", "a.1"]
+    assert {view.group_id: str(view.state) for view, _ in every_group(run.store)}["a.1"] == becomes
+
+
+def test_a_part_that_was_dropped_stands_beside_its_group(run: Run) -> None:
+    push(run, "a.0", {})
+    run.step()
+    push(run, "a.1", {})
+    run.drop("late", run.pool())
+    push(run, "a.1", {})
+    states = [str(view.state) for view, _ in every_group(run.store) if view.group_id == "a.1"]
+    assert sorted(states) == ["dropped", "ready"]
 
 
 @pytest.mark.parametrize(
