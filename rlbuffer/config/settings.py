@@ -109,6 +109,11 @@ class GatewaySettings(Table):
         "serve",
         description="What an agent gets that names a model which no engine serves: the policy's answer, or an error.",
     )
+    forced_choices: Literal["refuse", "auto"] = Field(
+        "refuse",
+        description="What an agent gets that forces a call (tool_choice) or a form of the answer (response_format): an "
+        "error, or an answer in which the model chooses as it would without.",
+    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; what agents ask for does not count.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; logprobs are of the whole vocabulary all the same.")
     max_new_tokens: int = Field(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import secrets
 import threading
 import time
@@ -49,7 +50,7 @@ from rlbuffer.gateway.dialects.messages import MESSAGES
 from rlbuffer.gateway.dialects.responses import RESPONSES
 from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.pulse import Pulse
-from rlbuffer.gateway.request import AgentRequest, Refused, loaded, mapping, required, text
+from rlbuffer.gateway.request import AgentRequest, Refused, loaded, mapping, required, text, whole_text
 from rlbuffer.gateway.rollouts import checked_about
 from rlbuffer.gateway.sweeping import Sweeper
 from rlbuffer.gateway.tokens import TOKEN_FILE, is_authorized, token_for
@@ -59,8 +60,17 @@ from rlbuffer.process.web_servers import listen
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.info import ENV_NAME
-from rlbuffer.store.gateway import GRACE_SECONDS, MOST_ROLLOUTS, GatewayStore
-from rlbuffer.store.open_rollouts import Begun, End, OpenRollout, OpenState, capability_of, checked_end, name_of
+from rlbuffer.store.gateway import GRACE_SECONDS, GatewayStore
+from rlbuffer.store.open_rollouts import (
+    MOST_ROLLOUTS,
+    Begun,
+    End,
+    OpenRollout,
+    OpenState,
+    capability_of,
+    checked_end,
+    name_of,
+)
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -76,6 +86,10 @@ DRAIN_SECONDS = 15.0
 """Time that calls under way have when the gateway stops."""
 STOP_POLL_SECONDS = 0.2
 JSON = "application/json"
+EPOCH = "1970-01-01T00:00:00Z"
+"""When a model was made: nobody has said it."""
+HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
+"""The header of that name, from which an address can be made."""
 DIALECTS: Mapping[str, Dialect] = {"chat/completions": CHAT, "messages": MESSAGES, "responses": RESPONSES}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
@@ -139,6 +153,7 @@ class Gateway:
     ) -> None:
         self._store, self._settings, self._fleet, self._token = store, settings.gateway, fleet, token
         self.pulse = pulse or Pulse(store, name)
+        self._is_free = settings.gateway.forced_choices == "auto"
         self.answering = Answering(store, fleet, settings.gateway)
         self.sweeper = Sweeper(store, settings, name, self.pulse.pushed)
         self.pulse.answering, self.pulse.sweeper, self.pulse.fleet = self.answering, self.sweeper, fleet
@@ -153,6 +168,7 @@ class Gateway:
         app.router.add_post("/v1/open_rollouts", self._guarded(self._begin, openai_error))
         for prefix in ("", "/r/{capability}"):
             app.router.add_get(f"{prefix}/v1/models", self._models)
+            app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._guarded(self._model, openai_error))
             app.router.add_post(f"{prefix}/touch", self._guarded(self._touch, openai_error))
             app.router.add_post(f"{prefix}/end", self._guarded(self._end, openai_error))
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._guarded(self._count, MESSAGES.error))
@@ -209,8 +225,13 @@ class Gateway:
         return web.json_response({"status": "ok", "troubles": self._fleet.troubles})
 
     async def _models(self, request: web.Request) -> web.Response:
-        models = [{"id": model, "object": "model", "type": "model"} for model in self._fleet.models or ["policy"]]
+        models = [_model_of(model) for model in self._fleet.models or ["policy"]]
         return web.json_response({"object": "list", "data": models, "has_more": False})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        model = whole_text(request.match_info["model"])
+        self._check_model(model)
+        return web.json_response(_model_of(model))
 
     # -- open rollouts -------------------------------------------------------------------------------------------------
     async def _begin(self, request: web.Request) -> web.Response:
@@ -233,6 +254,7 @@ class Gateway:
         is_limit = limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0)
         required(is_limit, "tickets must be a whole number: how many the env has in all")
         begun = await self._begun(env, size, key or secrets.token_urlsafe(32), about, float(wait), limit)
+        base = self._base(request)
         return web.json_response(
             {
                 "group_id": begun.group_id,
@@ -241,16 +263,21 @@ class Gateway:
                 "open_rollouts": [
                     {
                         "name": name,
-                        "base_url": f"{self.url}/r/{capability}/v1",
-                        "anthropic_base_url": f"{self.url}/r/{capability}",
-                        "touch_url": f"{self.url}/r/{capability}/touch",
-                        "end_url": f"{self.url}/r/{end_key}/end",
+                        "base_url": f"{base}/r/{capability}/v1",
+                        "anthropic_base_url": f"{base}/r/{capability}",
+                        "touch_url": f"{base}/r/{capability}/touch",
+                        "end_url": f"{base}/r/{end_key}/end",
                         "api_key": capability,
                     }
                     for name, capability, end_key in zip(begun.names, begun.capabilities, begun.end_keys, strict=True)
                 ],
             }
         )
+
+    def _base(self, request: web.Request) -> str:
+        """The address of base URLs: that of the settings, else the one by which whoever begins has reached it."""
+        host = request.headers.get("Host", "")
+        return self.url if self._settings.url or not HOST.fullmatch(host) else f"http://{host}"
 
     async def _begun(
         self, env: str, size: int, key: str, about: dict[str, Any], wait: float, limit: int | None
@@ -358,8 +385,8 @@ class Gateway:
     def _call_in(self, dialect: Dialect) -> Handler:
         async def call(request: web.Request) -> web.StreamResponse:
             capability = self._capability(request)
-            asked = dialect.parse(await _body(request))
-            self._check_model(asked)
+            asked = dialect.parse(await _body(request), self._is_free)
+            self._check_model(asked.model)
             retries = request.headers.get("x-stainless-retry-count", "0")
             is_retry = retries.isdecimal() and int(retries) > 0
             async with self.answering.flight(capability, asked, dialect, is_retry=is_retry) as flight:
@@ -410,17 +437,23 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.Response:
         self._capability(request)
-        asked = MESSAGES.parse(await _body(request))
+        asked = MESSAGES.parse(await _body(request), self._is_free)
         return web.json_response({"input_tokens": await self.answering.count_tokens(asked)})
 
-    def _check_model(self, asked: AgentRequest) -> None:
+    def _check_model(self, model: str) -> None:
         models = [*self._fleet.models, "policy"]
-        if self._settings.other_models == "refuse" and asked.model not in models:
+        if self._settings.other_models == "refuse" and model not in models:
             raise Refused(
                 f'that model is not served here, but {", ".join(models)} (gateway.other_models = "refuse")',
                 status=HTTPStatus.NOT_FOUND,
                 code="model_not_found",
             )
+
+
+def _model_of(model: str) -> dict[str, Any]:
+    """A model as the clients of both kinds know it."""
+    named = {"id": model, "display_name": model}
+    return {**named, "object": "model", "type": "model", "created": 0, "created_at": EPOCH, "owned_by": "rlbuffer"}
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:

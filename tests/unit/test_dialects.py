@@ -150,6 +150,45 @@ def test_a_request_that_cannot_be_served_is_refused_with_one_sentence(dialect: D
     assert caught.value.message in json.dumps(dialect.error(caught.value), ensure_ascii=False).replace('\\"', '"')
 
 
+FORCED: list[tuple[Dialect, dict[str, Any]]] = [
+    (CHAT, {"tool_choice": "required"}),
+    (CHAT, {"tool_choice": {"type": "function", "function": {"name": "add"}}}),
+    (CHAT, {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}),
+    (CHAT, {"response_format": {"type": "json_object"}}),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}}),
+    (MESSAGES, {"tool_choice": {"type": "any"}}),
+    (MESSAGES, {"tool_choice": {"type": "tool", "name": "add"}}),
+    (MESSAGES, {"output_format": {"type": "json_schema", "schema": SCHEMA}}),
+    (MESSAGES, {"output_config": {"effort": "high", "format": {"type": "json_schema", "schema": SCHEMA}}}),
+    (RESPONSES, {"tool_choice": "required"}),
+    (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}),
+    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}, "verbosity": "low"}}),
+]
+
+
+@pytest.mark.parametrize(("dialect", "more"), FORCED)
+def test_what_an_agent_forces_is_refused_or_left_to_the_model(dialect: Dialect, more: dict[str, Any]) -> None:
+    plain = BODIES[dialect.name]
+    with pytest.raises(Refused, match="forced_choices"):
+        dialect.parse({**plain, **more})
+    assert dialect.parse({**plain, **more}, True) == dialect.parse(plain)
+
+
+@by_name
+@pytest.mark.parametrize("is_free", [True, False])
+def test_what_forces_nothing_is_taken(dialect: Dialect, is_free: bool) -> None:
+    plain = BODIES[dialect.name]
+    for more in (
+        {"output_config": {"effort": "high"}},
+        {"response_format": {"type": "text"}} if dialect is CHAT else {},
+        {"text": {"format": {"type": "text"}, "verbosity": "low"}},
+        {"tool_choice": {"type": "auto"} if dialect is MESSAGES else "auto"},
+    ):
+        assert dialect.parse({**plain, **more}, is_free) == dialect.parse(plain)
+    none = {"type": "none"} if dialect is MESSAGES else "none"
+    assert dialect.parse({**plain, "tool_choice": none}, is_free).tools == ()
+
+
 @by_name
 def test_fields_that_nobody_knows_and_those_that_draw_otherwise_reach_no_engine(dialect: Dialect) -> None:
     odd = {"temperature": 0, "top_p": 0.1, "top_k": 1, "seed": 3, "min_tokens": 99, "frequency_penalty": 2, "secret": 1}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 from rlbuffer.gateway.request import AgentRequest, Message, Refused, flag, listed, mapping, required, text
 
@@ -33,13 +33,24 @@ class Told:
     """The model that the agent had named."""
 
 
+class Parse(Protocol):
+    """Reads a request."""
+
+    def __call__(self, body: Body, is_free: bool = False) -> AgentRequest:
+        """Raises Refused.
+
+        Args:
+            body: a JSON object.
+            is_free: what the agent forces is left to the model, and not refused.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """One API that agents speak."""
 
     name: str
-    parse: Callable[[Body], AgentRequest]
-    """Raises Refused."""
+    parse: Parse
     answer: Callable[[Told], dict[str, Any]]
     """The body of an answer."""
     events: Callable[[Told, AgentRequest], Iterator[tuple[str, Any]]]
@@ -95,21 +106,31 @@ def function_tools(tools: object, name: str, described: Callable[[Body], Body | 
     return tuple(found)
 
 
-def free_choice(choice: object, free: Sequence[str], none: str = "none") -> bool:
+def free_choice(choice: object, is_free: bool) -> bool:
     """Whether tools may be called at all; the model decides whether it does.
+
+    Args:
+        choice: the agent's.
+        is_free: one that forces a call counts as auto.
 
     Raises:
         Refused: the agent wants a call, or a certain one, which only constrained sampling gives.
     """
-    if choice is None or choice in free:
-        return True
-    if choice == none:
+    if choice == "none":
         return False
-    raise Refused(
-        "tool_choice must be auto or none: a call that is forced is drawn from another distribution than the one that "
-        "trains",
-        code="unsupported_parameter",
-    )
+    if choice is not None and choice != "auto":
+        refuse_forced("tool_choice", is_free)
+    return True
+
+
+def refuse_forced(name: str, is_free: bool) -> None:
+    """Raises Refused for a field that only constrained sampling can serve, unless it is left to the model."""
+    if not is_free:
+        raise Refused(
+            f"{name} forces what the model writes: it would have tokens drawn from another distribution than the one "
+            'that trains. gateway.forced_choices = "auto" leaves it to the model',
+            code="unsupported_parameter",
+        )
 
 
 def tool_call(call_id: object, name: object, arguments: object, where: str) -> Message:

@@ -14,6 +14,7 @@ from rlbuffer.gateway.dialects.base import (
     function_tools,
     one_answer,
     openai_error,
+    refuse_forced,
     refused_fields,
     tool_call,
 )
@@ -37,17 +38,17 @@ TEMPLATE_OPTIONS = ("enable_thinking", "thinking", "preserve_thinking", "clear_t
 TEXTS = ("text", "refusal")
 
 
-def parse(body: Body) -> AgentRequest:
+def parse(body: Body, is_free: bool = False) -> AgentRequest:
     """Reads a request. Raises Refused."""
     one_answer(body)
     refused_fields(body, (*CONSTRAINING, "functions", "function_call"))
     form = body.get("response_format")
     if form is not None and mapping(form, "response_format").get("type") not in (None, "text"):
-        refused_fields({"response_format": True}, ("response_format",))
+        refuse_forced("response_format", is_free)
     given = listed(body.get("messages"), "messages")
     messages = [_message(mapping(m, f"messages[{i}]"), f"messages[{i}]") for i, m in enumerate(given)]
     tools = function_tools(body.get("tools"), "tools", _function)
-    may_call = free_choice(body.get("tool_choice"), ("auto",))
+    may_call = free_choice(body.get("tool_choice"), is_free)
     options = mapping(body.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     template = {name: flag(value, name) for name, value in options.items() if name in TEMPLATE_OPTIONS}
     effort = text(body.get("reasoning_effort"), "reasoning_effort")

@@ -14,6 +14,7 @@ from rlbuffer.gateway.dialects.base import (
     chat_messages_checked,
     free_choice,
     function_tools,
+    refuse_forced,
     refused_fields,
     tool_call,
 )
@@ -45,11 +46,17 @@ ERROR_TYPES = {
 }
 
 
-def parse(body: Body) -> AgentRequest:
+def parse(body: Body, is_free: bool = False) -> AgentRequest:
     """Reads a request. Raises Refused."""
-    refused_fields(body, ("output_format", "output_config", "mcp_servers", "container"))
+    refused_fields(body, ("mcp_servers", "container"))
+    for name, form in (
+        ("output_format", body.get("output_format")),
+        ("output_config.format", mapping(body.get("output_config") or {}, "output_config").get("format")),
+    ):
+        if form:
+            refuse_forced(name, is_free)
     choice = mapping(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
-    may_call = free_choice(choice.get("type"), ("auto",))
+    may_call = free_choice(choice.get("type"), is_free)
     messages: list[Message] = []
     if system := joined_text(body.get("system"), "system", ("text",)):
         messages.append({"role": "system", "content": system})

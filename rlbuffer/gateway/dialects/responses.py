@@ -13,6 +13,7 @@ from rlbuffer.gateway.dialects.base import (
     free_choice,
     function_tools,
     openai_error,
+    refuse_forced,
     refused_fields,
     tool_call,
 )
@@ -32,7 +33,7 @@ from rlbuffer.gateway.request import (
 TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
-def parse(body: Body) -> AgentRequest:
+def parse(body: Body, is_free: bool = False) -> AgentRequest:
     """Reads a request. Raises Refused."""
     if body.get("previous_response_id") or body.get("conversation"):
         raise Refused(
@@ -43,7 +44,7 @@ def parse(body: Body) -> AgentRequest:
     refused_fields(body, ("top_logprobs", "prompt"))
     form = mapping(mapping(body.get("text") or {}, "text").get("format") or {}, "text.format")
     if form.get("type") not in (None, "text"):
-        refused_fields({"text.format": True}, ("text.format",))
+        refuse_forced("text.format", is_free)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(given, "input")
     messages: list[Message] = []
@@ -52,7 +53,7 @@ def parse(body: Body) -> AgentRequest:
     for i, item in enumerate(items):
         _add(messages, mapping(item, f"input[{i}]"), f"input[{i}]")
     tools = function_tools(body.get("tools"), "tools", _function)
-    may_call = free_choice(body.get("tool_choice"), ("auto",))
+    may_call = free_choice(body.get("tool_choice"), is_free)
     effort = text(mapping(body.get("reasoning") or {}, "reasoning").get("effort"), "reasoning.effort")
     return AgentRequest(
         messages=chat_messages_checked(messages),

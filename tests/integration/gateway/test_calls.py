@@ -367,7 +367,44 @@ def test_a_model_that_nobody_serves(redis_url: str, run_name: str, other_models:
         agent = stage.agent()
         assert agent.post("say hello", model="gpt-5").status_code == status
         assert agent.post("say hello", model="tiny").status_code == 200
-        assert httpx.get(f"{agent.opened['base_url']}/models").json()["data"][0]["id"] == "tiny"
+        base = agent.opened["base_url"]
+        assert httpx.get(f"{base}/models").json()["data"][0]["id"] == "tiny"
+        for model, expected in (("tiny", 200), ("policy", 200), ("gpt-5", status), ("owner/gpt-5", status)):
+            response = httpx.get(f"{base}/models/{model}")
+            assert response.status_code == expected
+            assert expected != 200 or response.json()["id"] == model
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize(("forced_choices", "status"), [("auto", 200), ("refuse", 400)])
+def test_what_an_agent_forces_is_drawn_as_everything_else_or_refused(
+    redis_url: str, run_name: str, forced_choices: str, status: int
+) -> None:
+    stage = Stage(redis_url, run_name, forced_choices=forced_choices)
+    try:
+        agent = stage.agent()
+        assert agent.post("say hello", tools=TOOLS, tool_choice="required").status_code == status
+        assert agent.post("say hi", response_format={"type": "json_object"}).status_code == status
+        assert all("tool_choice" not in body and "response_format" not in body for body in stage.engine.asked)
+    finally:
+        stage.close()
+
+
+def test_base_urls_have_the_address_by_which_the_gateway_was_reached(redis_url: str, run_name: str) -> None:
+    stage = Stage(redis_url, run_name, listen="0.0.0.0:0", token="secret")
+    try:
+        right = {"Authorization": "Bearer secret"}
+        names = ("base_url", "anthropic_base_url", "touch_url", "end_url")
+        for host, expected in (
+            ("gateway.example:9000", "http://gateway.example:9000"),
+            ("gateway", "http://gateway"),
+            ("[fd00::1]:8400", "http://[fd00::1]:8400"),
+            ("a/b", stage.first.url),
+            ("x@y:1", stage.first.url),
+        ):
+            (opened,) = stage.begin(headers={**right, "Host": host})["open_rollouts"]
+            assert {opened[name].partition("/r/")[0] for name in names} == {expected}
     finally:
         stage.close()
 
