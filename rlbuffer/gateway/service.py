@@ -49,6 +49,7 @@ from rlbuffer.gateway.dialects.chat import CHAT
 from rlbuffer.gateway.dialects.messages import MESSAGES
 from rlbuffer.gateway.dialects.responses import RESPONSES
 from rlbuffer.gateway.engines.fleet import Fleet
+from rlbuffer.gateway.loading import Loader, loads_weights
 from rlbuffer.gateway.pulse import Pulse
 from rlbuffer.gateway.request import AgentRequest, Refused, loaded, mapping, required, text, whole_text
 from rlbuffer.gateway.rollouts import checked_about
@@ -113,15 +114,19 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
     pulse = Pulse(store, name)
     fleet = Fleet(settings.gateway.engines, timeout_seconds=settings.gateway.timeout_seconds)
     gateway = Gateway(store, settings, fleet, name=name, token=token, pulse=pulse)
+    loader = Loader(store, settings.gateway.engines, timeout_seconds=settings.gateway.timeout_seconds)
     try:
         await fleet.start()
         await gateway.start()
+        if loads_weights(settings):
+            loader.start()
         pulse.start()
         _log.info("listens at %s", gateway.url, extra=fields("ready", url=gateway.url))
         while not stop.is_set():
             await asyncio.sleep(STOP_POLL_SECONDS)
     finally:
         await gateway.close()
+        await loader.close()
         await fleet.close()
         if gateway.url:
             await asyncio.to_thread(pulse.close)

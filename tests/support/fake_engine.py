@@ -71,6 +71,9 @@ class FakeEngine:
     """What it says where it does not answer."""
     is_gone: bool = False
     """A proxy stands there alone, and answers 404."""
+    is_paused: bool = False
+    loads: list[str] = field(default_factory=list)
+    """Folders of weights that were loaded."""
     samples: list[Sample] = field(default_factory=list)
     asked: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the requests to render."""
@@ -105,6 +108,10 @@ class FakeEngine:
         app.router.add_post("/v1/chat/completions/render", self._render)
         app.router.add_post("/v1/chat/completions/derender", self._derender)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/weight_info", self._weight_info)
+        app.router.add_get("/is_paused", self._is_paused)
+        for path in ("pause", "resume", "reset_prefix_cache", "update_weight_version", "collective_rpc"):
+            app.router.add_post(f"/{path}", self._controlled)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
@@ -154,6 +161,27 @@ class FakeEngine:
     # -- vLLM --------------------------------------------------------------------------------------------------------
     async def _version(self, request: web.Request) -> web.Response:
         return web.json_response({"version": self.speaks})
+
+    async def _weight_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.is_paused})
+
+    async def _controlled(self, request: web.Request) -> web.Response:
+        """What changes weights."""
+        match request.path:
+            case "/pause":
+                self.is_paused = True
+            case "/resume":
+                self.is_paused = False
+            case "/update_weight_version":
+                self.version = str((await request.json())["new_version"])
+            case "/collective_rpc":
+                body = await request.json()
+                self.loads.append(body["args"][0])
+                return web.json_response({"results": [""]})
+        return web.json_response({})
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.model, "max_model_len": self.context}]})

@@ -110,7 +110,8 @@ def sound(answer: Answer, url: str) -> Answer:
     if any(span.policy_version < 0 for span in completion.version_spans):
         raise SamplerUnavailable(
             f"{url} samples with weights that are no policy version of this run. Nothing has loaded one into it yet. "
-            'A worker with sampler = "openai" does, or the trainer\'s own way of loading must name the version'
+            'The gateway does once the trainer has published one, or a worker with sampler = "openai"; the trainer\'s '
+            "own way of loading must name the version"
         )
     try:
         check_logprobs("logprobs", completion.logprobs)

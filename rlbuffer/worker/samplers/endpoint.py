@@ -237,6 +237,17 @@ class Endpoint:
             await self._resume(CONTROL_SECONDS)
         self.version = version
 
+    async def named_version(self) -> int | None:
+        """The version that the server names as its weights'; -1 for another name; None where it names none, or is
+        being loaded. Raises SamplerUnavailable."""
+        response = await self._respond("GET", "/weight_info", json=None, seconds=ENDPOINT_PROBE_SECONDS)
+        name = _field(response, "weight_version")
+        if not isinstance(name, str | int):
+            return None
+        if str(name).isdigit():
+            return int(name)
+        return -1 if await self._loader() is None else None
+
     async def _label(self, label: str) -> None:
         """Says what the weights are: the engine writes it beside every token."""
         await self.call("POST", "/update_weight_version", json={"new_version": label})
