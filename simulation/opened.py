@@ -183,7 +183,7 @@ class Opened:
             self._count(env, b"calls", 1)
             self._count(env, b"tokens", int(tokens))
         elif more[1] != b"0" and rollout.has(more[1], more[2]):
-            its[b"a:" + more[0]] = more[1]
+            its[b"a:" + more[0]] = b"%s %d %s" % (more[1], self._now(), more[3])
         its[b"heard"] = b"%d" % self._now()
         rollout.deadline = self._now() + int(its[b"idle"])
         return [b"OK", answer]

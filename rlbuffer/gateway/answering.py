@@ -6,7 +6,8 @@ An answer is on the server before the agent hears of it, and whatever breaks in 
 
 - Sampling goes on when its agent hangs up. The next request that is equal takes it over.
 - A request that was recorded and never heard is answered with that.
-- A client's own retry (``x-stainless-retry-count``) waits for the first one, or gets its answer again.
+- A client's own retry (``x-stainless-retry-count``) waits for its earlier try, or gets its answer again. An earlier try
+  has a lower count; so eight agents that all try the same a second time are eight calls, as they were the first time.
 - Two agents that ask the same at the same time are two calls.
 """
 
@@ -16,6 +17,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -63,8 +65,20 @@ from rlbuffer.worker.samplers.base import Sampling, fitted
 T = TypeVar("T")
 MOST_OPEN_CALLS = 1000
 """Calls that one gateway process has open; more are told to come again, or meet another process."""
+MOST_ROLLOUT_CALLS = 64
+"""Calls that one open rollout has open in one process: so no agent takes the process from others."""
+RETOLD_SECONDS = 30.0
+"""For so long after an answer was heard a retry gets it again: it may have been lost on its way."""
+CLOCK_SECONDS = 5.0
+"""For so long the difference between the server's clock and this one counts."""
 TOUCH_SECONDS = 30.0
-"""Seconds between two touches of an open rollout whose engine is at work."""
+"""Longest between two touches of an open rollout whose engine is at work; a third of its idle limit where that is
+shorter."""
+SHORTEST_TOUCH_SECONDS = 0.2
+LANDED_SECONDS = 10.0
+"""Longer than the server is asked what it knows of a request: what was heard meanwhile it has not said."""
+REFUSAL_SECONDS = 60.0
+"""For so long it is known that a request was told to come again."""
 POLICY_SECONDS = 0.5
 """For so long the newest policy version counts."""
 CONFIG_SECONDS = 5.0
@@ -84,11 +98,24 @@ _log = logging.getLogger(__name__)
 class Flight:
     """A call that is being answered."""
 
-    task: asyncio.Task[OpenCall]
+    counts: set[int]
+    """How often each request that has waited for it was tried before."""
+    task: asyncio.Task[OpenCall] = field(init=False)
     listeners: int = 0
     """Requests that wait for it, or are being told."""
     number: int = 0
-    """Of the call, once it is recorded."""
+    """Of the call, once it is recorded, or found."""
+    is_heard: bool = False
+    """An agent has the answer."""
+
+    @property
+    def tries(self) -> int:
+        """Most earlier tries of a request that has waited for it."""
+        return max(self.counts)
+
+    def is_of_earlier(self, tries: int) -> bool:
+        """It may be of an earlier try of a request that was tried so often: each of these has a count of its own."""
+        return min(self.counts) < tries and tries not in self.counts
 
 
 @dataclass(slots=True)
@@ -115,6 +142,11 @@ class Answering:
         self._store, self._fleet, self._settings = store, fleet, settings
         self.tally = Tally()
         self._flights: dict[tuple[str, str], list[Flight]] = {}
+        self._refusals: dict[tuple[str, str], list[tuple[float, int]]] = {}
+        """Request -> monotonic time and count of its tries that were told to come again."""
+        self._landed: deque[tuple[float, tuple[str, str], Flight]] = deque()
+        """Monotonic time, request and call of those that were heard a moment ago."""
+        self._clock: tuple[float, float] = (float("-inf"), 0.0)
         self._policy: tuple[float, int] = (float("-inf"), -1)
         self._max_age: tuple[float, int | None] = (float("-inf"), None)
 
@@ -125,41 +157,81 @@ class Answering:
 
     @asynccontextmanager
     async def flight(
-        self, capability: str, request: AgentRequest, dialect: Dialect, *, is_retry: bool
+        self, capability: str, request: AgentRequest, dialect: Dialect, *, tries: int = 0
     ) -> AsyncIterator[Flight]:
         """The call that answers a request, for as long as its agent is told of it.
 
         Leaving it early, because the agent hung up, leaves the call at work.
 
+        Args:
+            tries: how often its client has tried it before.
+
         Raises:
-            Refused: too many calls are open.
+            Refused: no open rollout has the capability, or too many calls are open.
         """
         chain = beginnings(request)
         key = capability, request_digest(request, chain[-1])
-        flight = self._taken_over(key, is_retry)
+        tries = 0 if tries and self._was_refused(key, tries) else tries
+        flight = None
+        try:
+            flight = await self._joined(key, request, dialect, chain, tries)
+            yield flight
+        except Refused as error:
+            if error.retry_seconds:
+                self._note_refusal(key, tries)
+            raise
+        finally:
+            if flight is not None:
+                flight.listeners -= 1
+                if flight.task.done() and not flight.listeners:
+                    self._land(key, flight)
+
+    async def _joined(
+        self, key: tuple[str, str], request: AgentRequest, dialect: Dialect, chain: list[str], tries: int
+    ) -> Flight:
+        """A call under way that answers a request, else one that is begun, with this request as a listener. Raises
+        Refused."""
+        found, flight = None, self._taken_over(key, tries)
+        if flight is None:  # nothing is begun for a capability that nobody knows
+            found = await self._look_up(key, request, chain)
+            flight = self._taken_over(key, tries)  # another one may have come meanwhile
         if flight is None:
-            if self.open_calls >= MOST_OPEN_CALLS:
-                raise Refused(
-                    f"this gateway has {MOST_OPEN_CALLS} calls open: ask again in a moment",
-                    status=HTTPStatus.SERVICE_UNAVAILABLE,
-                    retry_seconds=RETRY_SECONDS,
-                )
-            flight = self._begun(key, request, dialect, chain, is_retry)
+            self._check_open_calls(key[0])
+            assert found is not None
+            flight = self._begun(key, request, dialect, chain, found, tries)
         else:
             self.tally.again += 1
         flight.listeners += 1
-        try:
-            yield flight
-        finally:
-            flight.listeners -= 1
-            if flight.task.done() and not flight.listeners:
-                self._land(key, flight)
+        flight.counts.add(tries)
+        return flight
 
-    async def heard(self, capability: str, request: AgentRequest, call: OpenCall) -> None:
+    def _check_open_calls(self, capability: str) -> None:
+        """Raises Refused where too many calls are open."""
+        if self.open_calls >= MOST_OPEN_CALLS:
+            raise Refused(
+                f"this gateway has {MOST_OPEN_CALLS} calls open: ask again in a moment",
+                status=HTTPStatus.SERVICE_UNAVAILABLE,
+                retry_seconds=RETRY_SECONDS,
+            )
+        opened = sum(len(flights) for (whose, _), flights in self._flights.items() if whose == capability)
+        if opened >= MOST_ROLLOUT_CALLS:
+            raise Refused(
+                f"this open rollout has {MOST_ROLLOUT_CALLS} calls open here: ask again when one is answered",
+                status=HTTPStatus.TOO_MANY_REQUESTS,
+                code="too_many_calls",
+                retry_seconds=RETRY_SECONDS,
+            )
+
+    async def heard(self, capability: str, request: AgentRequest, flight: Flight) -> None:
         """The agent has the answer. What cannot be noted is told again to whoever asks the same."""
-        digest = request_digest(request, beginnings(request)[-1])
+        digest, call, tries = request_digest(request, beginnings(request)[-1]), flight.task.result(), flight.tries
+        flight.is_heard = True
         with suppress(OpenRolloutUnknown, ServerUnreachable, ServerRefused, RunGone, EpochChanged):
-            await in_thread(lambda: self._store.heard(capability, digest, call.number, call_id=call.id))
+            await in_thread(lambda: self._store.heard(capability, digest, call.number, call_id=call.id, tries=tries))
+
+    async def check(self, capability: str) -> None:
+        """Raises Refused where no open rollout that takes calls has the capability."""
+        await self._opened(lambda: self._store.look_up(capability))
 
     async def count_tokens(self, request: AgentRequest) -> int:
         """Tokens of a whole rendering. Raises Refused."""
@@ -179,19 +251,41 @@ class Answering:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- flights -------------------------------------------------------------------------------------------------------
-    def _taken_over(self, key: tuple[str, str], is_retry: bool) -> Flight | None:
-        """A call under way that this request waits for: one that nobody waits for any more; a retry, for any."""
+    def _taken_over(self, key: tuple[str, str], tries: int) -> Flight | None:
+        """A call under way that this request waits for: one that nobody waits for any more, or that an earlier try of
+        this request may still seem to wait for."""
         flights = self._flights.get(key, [])
         left = [flight for flight in flights if not flight.listeners]
-        if left:
-            return left[0]
-        return flights[0] if is_retry and flights else None
+        return next(iter([*left, *(flight for flight in flights if flight.is_of_earlier(tries))]), None)
+
+    def _was_refused(self, key: tuple[str, str], tries: int) -> bool:
+        """An earlier try was told to come again, so no call is its answer. Each refusal counts for one retry."""
+        known = self._refusals.get(key, [])
+        for refusal in known:
+            if refusal[1] < tries:
+                known.remove(refusal)
+                return True
+        return False
+
+    def _note_refusal(self, key: tuple[str, str], tries: int) -> None:
+        oldest = time.monotonic() - REFUSAL_SECONDS
+        kept = {key: [one for one in known if one[0] > oldest] for key, known in self._refusals.items()}
+        self._refusals = {key: known for key, known in kept.items() if known}
+        if len(self._refusals) < MOST_OPEN_CALLS:
+            self._refusals.setdefault(key, []).append((time.monotonic(), tries))
 
     def _begun(
-        self, key: tuple[str, str], request: AgentRequest, dialect: Dialect, chain: list[str], is_retry: bool
+        self,
+        key: tuple[str, str],
+        request: AgentRequest,
+        dialect: Dialect,
+        chain: list[str],
+        found: Found,
+        tries: int,
     ) -> Flight:
-        work = self._answer(key, request, dialect, chain, is_retry)
-        flight = Flight(asyncio.get_running_loop().create_task(work))
+        flight = Flight({tries})
+        work = self._answer(flight, key, request, dialect, chain, found)
+        flight.task = asyncio.get_running_loop().create_task(work)
         self._flights.setdefault(key, []).append(flight)
 
         def landed(task: asyncio.Task[OpenCall]) -> None:
@@ -205,6 +299,10 @@ class Answering:
 
     def _land(self, key: tuple[str, str], flight: Flight) -> None:
         flights = [other for other in self._flights.get(key, []) if other is not flight]
+        if flight.is_heard:
+            self._landed.append((time.monotonic(), key, flight))
+        while self._landed and time.monotonic() - self._landed[0][0] > LANDED_SECONDS:
+            self._landed.popleft()
         if flights:
             self._flights[key] = flights
         else:
@@ -212,7 +310,13 @@ class Answering:
 
     # -- a call --------------------------------------------------------------------------------------------------------
     async def _answer(
-        self, key: tuple[str, str], request: AgentRequest, dialect: Dialect, chain: list[str], is_retry: bool
+        self,
+        flight: Flight,
+        key: tuple[str, str],
+        request: AgentRequest,
+        dialect: Dialect,
+        chain: list[str],
+        found: Found,
     ) -> OpenCall:
         """The recorded call that answers a request. Raises Refused.
 
@@ -221,9 +325,10 @@ class Answering:
         """
         for _ in range(ANSWER_TRIES):
             try:
-                return await self._answered(key, request, dialect, chain, is_retry)
+                return await self._answered(flight, key, request, dialect, chain, found)
             except NotFound:
                 _log.warning("the server has lost the call that another one goes on from: that one is sampled again")
+                found = await self._look_up(key, request, chain)
         raise Refused(
             "the server has lost the call that this one goes on from: ask again",
             status=HTTPStatus.SERVICE_UNAVAILABLE,
@@ -232,26 +337,33 @@ class Answering:
         )
 
     async def _answered(
-        self, key: tuple[str, str], request: AgentRequest, dialect: Dialect, chain: list[str], is_retry: bool
+        self,
+        flight: Flight,
+        key: tuple[str, str],
+        request: AgentRequest,
+        dialect: Dialect,
+        chain: list[str],
+        found: Found,
     ) -> OpenCall:
         """One try of :meth:`_answer`. Raises Refused, NotFound."""
         capability, digest = key
         begun = time.monotonic()
-        found = await self._look_up(capability, digest, [chain[j] for j in answers_in(request.messages)])
-        others = {flight.number for flight in self._flights.get(key, ()) if flight.listeners}
-        if found.request_call and (is_retry or not (found.is_heard or found.request_call in others)):
+        if await self._is_told_again(flight, key, found):
+            flight.number = found.request_call  # from here on it is told here, and to no other that asks the same
             known = await self._kept(found.rollout.name, [found.request_call])
             if known and known[0].details.get("request") == digest:
                 self.tally.again += 1
                 return known[0]
+            flight.number = 0
         await self._check(capability, found)
         at = chain.index(found.history) if found.history else 0
         engine_begun = time.monotonic()
         call = await self._sampled(capability, request, found, at)
         engine_seconds = time.monotonic() - engine_begun
         after = following(chain[-1], dialect.returned(call.details["message"]))
-        call = replace(call, details={**call.details, "request": digest, "history": after})
-        recorded = await self._recorded(capability, call, digest, after, found, is_retry=is_retry)
+        about = {"request": digest, "history": after, "tries": flight.tries}
+        call = replace(call, details={**call.details, **about})
+        recorded = await self._recorded(capability, call, digest, after, found, flight)
         self.tally.calls += 1
         self.tally.tokens += len(call.tokens)
         self.tally.new_sequences += bool(answers_in(request.messages)) and not call.after
@@ -259,8 +371,31 @@ class Answering:
         self.tally.own_seconds += time.monotonic() - begun - engine_seconds
         return recorded
 
-    async def _look_up(self, capability: str, digest: str, histories: list[str]) -> Found:
-        found = await self._told(lambda: self._store.look_up(capability, request=digest, histories=histories))
+    async def _is_told_again(self, flight: Flight, key: tuple[str, str], found: Found) -> bool:
+        """The newest call of a request is its answer: nobody has heard it, or an earlier try of this request has, and
+        seconds ago. Raises Refused."""
+
+        def is_told() -> bool:
+            flights = [other for other in self._flights.get(key, ()) if other is not flight and other.listeners]
+            flights += [other for _, whose, other in self._landed if whose == key]  # since the server was asked
+            told = [other for other in flights if other.number == found.request_call]
+            return not all(other.is_of_earlier(flight.tries) for other in told)
+
+        if not found.request_call or is_told():
+            return False
+        if found.is_heard:
+            age = await self._server_seconds() - found.heard_ms / 1000
+            return found.heard_tries < flight.tries and age < RETOLD_SECONDS and not is_told()
+        return True
+
+    async def _look_up(self, key: tuple[str, str], request: AgentRequest, chain: list[str]) -> Found:
+        """What the server knows of a request. Raises Refused where its open rollout takes none."""
+        capability, digest = key
+        histories = [chain[j] for j in answers_in(request.messages)]
+        return await self._opened(lambda: self._store.look_up(capability, request=digest, histories=histories))
+
+    async def _opened(self, look_up: Callable[[], Found]) -> Found:
+        found = await self._told(look_up)
         if found.rollout.state is not OpenState.OPEN:
             raise ended_refusal(found.rollout.name)
         return found
@@ -293,7 +428,7 @@ class Answering:
     async def _sampled(self, capability: str, request: AgentRequest, found: Found, at: int) -> OpenCall:
         """Asks an engine. What it sees begins with exactly what it saw and sampled before."""
         kept = await self._history(found) if found.history_call else []
-        touching = asyncio.create_task(self._touched(capability))
+        touching = asyncio.create_task(self._touched(capability, found.rollout))
         try:
 
             async def work(engine: Engine, template: Template) -> OpenCall:
@@ -389,7 +524,7 @@ class Answering:
         return await self._told(read)
 
     async def _recorded(
-        self, capability: str, call: OpenCall, digest: str, history: str, found: Found, *, is_retry: bool
+        self, capability: str, call: OpenCall, digest: str, history: str, found: Found, flight: Flight
     ) -> OpenCall:
         """What stands for the request on the server: this call, or the one that was faster.
 
@@ -411,16 +546,22 @@ class Answering:
                     status=HTTPStatus.CONFLICT,
                     code="stale",
                 ) from error
-            if recorded.call.id == call.id or is_retry:
+            is_earlier_try = int(recorded.call.details.get("tries", 0)) < flight.tries
+            if recorded.call.id == call.id or is_earlier_try:
                 return recorded.call
             seen = recorded.number  # another agent's, who asked the same at the same time: this is a call of its own
 
-    async def _touched(self, capability: str) -> None:
+    async def _touched(self, capability: str, rollout: OpenRollout) -> None:
         """Keeps an open rollout from being abandoned while its engine is at work."""
+        idle = (rollout.deadline_ms - rollout.heard_ms) / 1000
+        pause = min(TOUCH_SECONDS, max(idle, 0.0) / 3)
+        with suppress(Refused):  # the server is away: then the first touch comes at once
+            left = rollout.deadline_ms / 1000 - await self._server_seconds()
+            await asyncio.sleep(min(pause, max(0.0, left - 2 * pause)))
         while True:
-            await asyncio.sleep(TOUCH_SECONDS)
             with suppress(OpenRolloutUnknown, ServerUnreachable, ServerRefused, RunGone, EpochChanged):
                 await in_thread(lambda: self._store.touch(capability))
+            await asyncio.sleep(max(pause, SHORTEST_TOUCH_SECONDS))
 
     # -- the server ----------------------------------------------------------------------------------------------------
     async def _told(self, ask: Callable[[], T], *, until: float = 0.0) -> T:
@@ -464,6 +605,15 @@ class Answering:
                     status=HTTPStatus.CONFLICT,
                     code="rollout_lost",
                 ) from error
+
+    async def _server_seconds(self) -> float:
+        """The server's clock, seconds. Raises Refused."""
+        at, ahead = self._clock
+        if time.monotonic() - at > CLOCK_SECONDS:
+            now = await self._told(self._store.now)
+            ahead = now - time.monotonic()
+            self._clock = time.monotonic(), ahead
+        return time.monotonic() + ahead
 
     async def _current(self) -> int:
         """The newest policy version."""

@@ -393,8 +393,8 @@ class Gateway:
             asked = dialect.parse(await _body(request), self._is_free)
             self._check_model(asked.model)
             retries = request.headers.get("x-stainless-retry-count", "0")
-            is_retry = retries.isdecimal() and int(retries) > 0
-            async with self.answering.flight(capability, asked, dialect, is_retry=is_retry) as flight:
+            tries = int(retries) if retries.isdecimal() and len(retries) < 4 else 0
+            async with self.answering.flight(capability, asked, dialect, tries=tries) as flight:
                 if asked.is_streamed:
                     response = await self._streamed(request, dialect, asked, flight.task)
                 else:
@@ -403,7 +403,7 @@ class Gateway:
                     await response.prepare(request)
                     await response.write_eof()
                 if flight.task.done() and not flight.task.cancelled() and flight.task.exception() is None:
-                    await self.answering.heard(capability, asked, flight.task.result())
+                    await self.answering.heard(capability, asked, flight)
             return response
 
         return call
@@ -441,7 +441,7 @@ class Gateway:
         return response
 
     async def _count(self, request: web.Request) -> web.Response:
-        self._capability(request)
+        await self.answering.check(self._capability(request))
         asked = MESSAGES.parse(await _body(request), self._is_free)
         return web.json_response({"input_tokens": await self.answering.count_tokens(asked)})
 

@@ -220,18 +220,19 @@ class GatewayStore(WorkerStore):
                 )
         raise self.unexpected("call", reply)
 
-    def heard(self, capability: str, request: str, call: int, *, call_id: str = "") -> None:
+    def heard(self, capability: str, request: str, call: int, *, call_id: str = "", tries: int = 0) -> None:
         """The agent has the answer of a call: the same request is another call from now on. Nothing happens where the
-        open rollout is not there any more, or has ended, or where the call with that number has another id."""
-        self._touch(capability, request, call, call_id)
+        open rollout is not there any more, or has ended, or where the call with that number has another id. `tries`:
+        the earlier tries of the request that it was told to."""
+        self._touch(capability, request, call, call_id, tries)
 
     def touch(self, capability: str) -> None:
         """Something is at work for an open rollout: its deadline is as far away as after a call."""
-        self._touch(capability, "", 0, "")
+        self._touch(capability)
 
-    def _touch(self, capability: str, request: str, call: int, call_id: str) -> None:
+    def _touch(self, capability: str, request: str = "", call: int = 0, call_id: str = "", tries: int = 0) -> None:
         try:
-            self._call("touch", capability, (request, call, call_id))
+            self._call("touch", capability, (request, call, call_id, tries))
         except (OpenRolloutUnknown, OpenRolloutEnded):
             return
 

@@ -210,6 +210,10 @@ class Found:
     """Newest call of the request that was asked for; 0: none."""
     is_heard: bool
     """Its agent has heard that one."""
+    heard_ms: int
+    """Server ms when it did; 0 where it has not."""
+    heard_tries: int
+    """Earlier tries of the request that it was told to."""
     history: str
     """The first of the histories that were asked for that is known; "" for none."""
     history_call: int
@@ -520,12 +524,16 @@ def look_up(store: Viewer, capability: str, request: str, histories: Sequence[st
     rollout = rollout_of(name, small, deadline, line)
     if rollout is None or not hmac.compare_digest(text(small[1] or b""), digest_of(capability)):
         raise OpenRolloutUnknown(f"there is no open rollout {name} with that capability ({key})")
+    told = [number(part.encode()) or 0 for part in [*text(heard or b"").split(" "), "", "", ""][:3]]
+    is_heard = newest is not None and told[0] == number(newest)
     place = next((i for i, call in enumerate(known) if call is not None), None)
     return Found(
         rollout=rollout,
         line=line,
         request_call=number(newest) or 0,
-        is_heard=newest is not None and newest == heard,
+        is_heard=is_heard,
+        heard_ms=told[1] if is_heard else 0,
+        heard_tries=told[2] if is_heard else 0,
         history="" if place is None else histories[place],
         history_call=0 if place is None else number(known[place]) or 0,
     )

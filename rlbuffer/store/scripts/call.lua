@@ -20,7 +20,7 @@
 --                  {'MISSING', number}       the call that it goes on from is not there
 --                  {'LINE', epoch, line}     the run is in another line of versions, or the rollout was begun in another
 --       touch   7 request, and 8 number of the call that its agent has heard ('0': none)   9 id of that call; '' where
---               its number alone is known   -> {'OK'}
+--               its number alone is known   10 earlier tries of the request that it was told to   -> {'OK'}
 -- Reply of both: {'UNKNOWN'}      there is no such rollout, or it has another capability
 --                {'ENDED', end}   it has ended, so
 --                {'GONE'}         the run does not exist
@@ -68,7 +68,7 @@ if action == 'record' then
   redis.pcall('HINCRBY', counts_key, env .. ':calls', 1)
   redis.pcall('HINCRBY', counts_key, env .. ':tokens', tokens)
 elseif ARGV[8] ~= '0' and is_there(ARGV[8], ARGV[9]) then
-  redis.call('HSET', rollout_key, 'a:' .. ARGV[7], ARGV[8])
+  redis.call('HSET', rollout_key, 'a:' .. ARGV[7], ARGV[8] .. ' ' .. string.format('%.0f', now) .. ' ' .. ARGV[10])
 end
 redis.call('HSET', rollout_key, 'heard', string.format('%.0f', now))
 redis.call('ZADD', open_key, string.format('%.0f', deadline), name)

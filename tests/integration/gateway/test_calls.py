@@ -211,6 +211,63 @@ def test_a_retry_waits_for_the_first_one_and_is_not_sampled_twice(stage: Stage) 
     assert len(stage.engine.samples) == 1
 
 
+@pytest.mark.parametrize("before", ["nothing", "an answer that was heard", "an answer that nobody heard", "refusals"])
+@pytest.mark.parametrize("is_other_gateway", [False, True])
+def test_retries_of_several_agents_that_ask_the_same_are_calls_of_their_own(
+    stage: Stage, before: str, is_other_gateway: bool
+) -> None:
+    agent, count = stage.agent(), 6
+    known = set[str]()
+
+    def ask(retry: int) -> list[Any]:
+        found: list[Any] = []
+        asked = agent.at(stage.first)
+        threads = [
+            threading.Thread(target=lambda: found.append(asked.post("tell me", retry=retry))) for _ in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    if before == "an answer that was heard":
+        known.add(agent.post("tell me").json()["id"])
+    elif before == "an answer that nobody heard":
+        stage.engine.holds = True
+        with pytest.raises(httpx.ReadTimeout):
+            agent.post("tell me", timeout=0.5)
+        stage.engine.holds = False
+        stage.wait_for(lambda: stage.engine.samples and not stage.first.gateway.answering.open_calls)
+    elif before == "refusals":
+        store = stage.first.buffer.store.role(GatewayStore)
+        store.client.config_set("maxmemory", "1")
+        store.client.config_set("maxmemory-policy", "noeviction")
+    if is_other_gateway:
+        other = stage.serve()
+        stage.drop(stage.first, kills=True)
+        stage.first = other
+    if before == "refusals":
+        refused = ask(0)
+        stage.first.buffer.store.role(GatewayStore).client.config_set("maxmemory", "0")
+        assert {one.status_code for one in refused} == {503}
+        time.sleep(1.5)
+    answers = ask(1)
+    assert [one.status_code for one in answers] == [200] * count
+    assert len({one.json()["id"] for one in answers}) == count
+    agent.at(stage.first).end()
+    (rollout,) = stage.rollouts()
+    assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
+
+
+def test_a_retry_is_not_told_what_was_heard_long_ago(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = stage.agent()
+    first = agent.post("tell me").json()["id"]
+    assert agent.post("tell me", retry=1).json()["id"] == first
+    monkeypatch.setattr(answering, "RETOLD_SECONDS", 0.0)
+    assert agent.post("tell me", retry=2).json()["id"] != first
+
+
 @pytest.mark.parametrize("gateways", [1, 2])
 def test_two_agents_that_ask_the_same_at_once_are_two_calls(stage: Stage, gateways: int) -> None:
     agent = stage.agent()
@@ -618,32 +675,18 @@ def test_deadlines_that_pass_while_nobody_can_be_heard_end_nothing(tmp_path: Pat
             stage.close()
 
 
-def test_a_call_that_an_engine_works_at_for_long_is_not_abandoned(
-    redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answering, "TOUCH_SECONDS", 0.5)
-    stage = Stage(redis_url, run_name, idle_seconds=2.0)
-    try:
-        agent = stage.agent()
-        stage.engine.delay = 5.0
-        agent.ask("say one")
-        assert agent.end().status_code == 200
-    finally:
-        stage.close()
-
-
-def test_an_agent_that_is_touched_is_not_abandoned(redis_url: str, run_name: str) -> None:
+@pytest.mark.parametrize("thinks", [0.0, 2.5])
+def test_a_call_that_an_engine_works_at_for_long_is_not_abandoned(redis_url: str, run_name: str, thinks: float) -> None:
     stage = Stage(redis_url, run_name, idle_seconds=3.0)
     try:
-        agent, other = stage.agent(), stage.agent()
-        for _ in range(12):
-            assert httpx.post(agent.opened["touch_url"], json={}, timeout=60).json()["state"] == "open"
-            time.sleep(0.5)
-        refused = httpx.post(other.opened["touch_url"], json={}, timeout=60)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "rollout_ended")
-        unknown = httpx.post(agent.opened["touch_url"].replace("/r/", "/r/x"), json={}, timeout=60)
-        assert unknown.status_code == 404
+        agent = stage.agent()
+        agent.ask("say one")
+        time.sleep(thinks)
+        stage.engine.delay = 5.0
+        agent.ask("say two")
         assert agent.end().status_code == 200
+        (rollout,) = stage.rollouts()
+        assert rollout.failure is None
     finally:
         stage.close()
 
@@ -949,6 +992,50 @@ def test_a_rollout_may_have_so_many_calls_and_no_more(stage: Stage, monkeypatch:
     agent.end()
     (rollout,) = stage.rollouts()
     assert len(trained_samples(rollout)) == 2
+
+
+def test_no_agent_takes_the_process_from_others(stage: Stage) -> None:
+    greedy, other = stage.agent(), stage.agent()
+    stage.engine.holds = True
+    answers: list[httpx.Response] = []
+    texts = [f"say {n}" for n in range(answering.MOST_ROLLOUT_CALLS + 6)]
+    threads = [
+        threading.Thread(target=lambda text=text: answers.append(greedy.post(text, timeout=120))) for text in texts
+    ]
+    for thread in threads:
+        thread.start()
+    stage.wait_for(lambda: len(answers) == 6)
+    assert {(one.status_code, one.headers["x-should-retry"]) for one in answers} == {(429, "true")}
+    assert int(answers[0].headers["Retry-After"]) > 0
+    stage.wait_for(lambda: stage.first.gateway.answering.open_calls == answering.MOST_ROLLOUT_CALLS)
+    waiting = threading.Thread(target=lambda: answers.append(other.post("say it")))
+    waiting.start()
+    stage.wait_for(lambda: stage.first.gateway.answering.open_calls == answering.MOST_ROLLOUT_CALLS + 1)
+    stage.engine.holds = False
+    for thread in (*threads, waiting):
+        thread.join()
+    assert Counter(one.status_code for one in answers) == {429: 6, 200: answering.MOST_ROLLOUT_CALLS + 1}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "messages/count_tokens", "responses"])
+def test_who_has_no_right_costs_no_engine_and_no_place(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(answering, "MOST_OPEN_CALLS", 0)
+    agent = stage.agent()
+    key = agent.opened["api_key"]
+    ended = stage.agent()
+    ended.end()
+    asked = len(stage.engine.asked)
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "say x"}], "input": "say x"}
+    body = {
+        name: body[name]
+        for name in (["model", "input"] if path == "responses" else ["model", "max_tokens", "messages"])
+    }
+    for capability, status in ((key[:-4] + "AAAA", 404), ("nothing", 404), (ended.opened["api_key"], 409)):
+        url = f"{stage.first.url}/r/{capability}/v1/{path}"
+        assert httpx.post(url, json=body, timeout=60).status_code == status
+    assert len(stage.engine.asked) == asked
 
 
 # -- trouble ---------------------------------------------------------------------------------------------------------
