@@ -112,7 +112,10 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
     store = buffer.store.role(GatewayStore)
     await in_thread(store.open_run)
     pulse = Pulse(store, name)
-    fleet = Fleet(settings.gateway.engines, timeout_seconds=settings.gateway.timeout_seconds)
+    given = settings.gateway
+    fleet = Fleet(
+        given.engines, timeout_seconds=given.timeout_seconds, temperature=given.temperature, top_p=given.top_p
+    )
     gateway = Gateway(store, settings, fleet, name=name, token=token, pulse=pulse)
     loader = Loader(store, settings.gateway.engines, timeout_seconds=settings.gateway.timeout_seconds)
     try:

@@ -67,6 +67,8 @@ class FakeEngine:
     refuses: Callable[[dict[str, Any]], int] = lambda body: 0
     """Status for a conversation that the template raises at; 0: it takes it."""
     model: str = "tiny"
+    heeds: tuple[str, ...] = ("temperature",)
+    """What its logprobs heed, of ``temperature`` and ``top_p``."""
     complaint: str = "no"
     """What it says where it does not answer."""
     is_gone: bool = False
@@ -142,8 +144,11 @@ class FakeEngine:
         finish = "length" if len(tokens) > body["max_tokens"] else "stop"
         tokens = tokens[: body["max_tokens"]]
         logprobs = logprobs_of([*prompt, *tokens], len(prompt))
+        if likeliest := self._likeliest(prompt, body):
+            tokens, logprobs = likeliest
         version = int(self.version) if self.version.isdigit() else -1
-        self.samples.append(Sample(list(prompt), tokens, logprobs, [(version, 0, len(tokens))], body))
+        if len(prompt) > 1:
+            self.samples.append(Sample(list(prompt), tokens, logprobs, [(version, 0, len(tokens))], body))
         rows = [[float(value), token, None] for value, token in zip(logprobs, tokens, strict=True)]
         message = self.parsed(tokens)
         meta = {"output_token_logprobs": rows, "weight_version": self.version}
@@ -225,6 +230,9 @@ class FakeEngine:
         spans = [(before, 0, half), (after, half, len(tokens))] if before != after and len(tokens) > 1 else []
         spans = spans or [(after, 0, len(tokens))]
         logprobs = logprobs_of([*prompt, *tokens], len(prompt))
+        if likeliest := self._likeliest(prompt, parameters):
+            tokens, logprobs = likeliest
+            spans = [(after, 0, 1)]
         numbers = [(int(v) if v.isdigit() else -1, a, b) for v, a, b in spans]
         if len(prompt) > 1:  # a probe is of one token
             self.samples.append(Sample(list(prompt), tokens, logprobs, numbers, parameters))
@@ -263,6 +271,15 @@ class FakeEngine:
             message["tool_calls"] = calls
         message["content"] = re.split(r"\n?<tool_call>", text)[0] or None
         return message
+
+    def _likeliest(self, prompt: Sequence[int], parameters: Mapping[str, Any]) -> tuple[list[int], np.ndarray] | None:
+        """What it says where nothing is left to chance: one token, and its logprob."""
+        temperature, top_p = parameters.get("temperature", 1.0), parameters.get("top_p", 1.0)
+        if temperature > 0.1 and top_p > 0.001:
+            return None
+        scale = temperature if temperature <= 0.1 and "temperature" in self.heeds else 1.0
+        scale *= 0.0 if top_p <= 0.001 and "top_p" in self.heeds else 1.0
+        return [prompt[0]], logprobs_of([*prompt, prompt[0]], len(prompt)) * np.float32(scale)
 
     # -- the policy --------------------------------------------------------------------------------------------------
     def _written(self, prompt: str) -> str:

@@ -35,7 +35,8 @@ class Served:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.fleet = Fleet(engines, timeout_seconds=60.0, patience_seconds=30.0)
+        drawn = {"temperature": self.settings.gateway.temperature, "top_p": self.settings.gateway.top_p}
+        self.fleet = Fleet(engines, timeout_seconds=60.0, patience_seconds=30.0, **drawn)
         try:
             self.gateway = Gateway(self.buffer.store.role(GatewayStore), self.settings, self.fleet, token=token)
             self.wait(self.fleet.start())

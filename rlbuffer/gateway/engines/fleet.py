@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, PromptTooLong, RequestFailed, RlbufferError, SamplerBusy, SamplerUnavailable
 from rlbuffer.gateway.engines.base import Engine
+from rlbuffer.gateway.engines.logprobs import SETTING, SIMPLEST, check_logprobs
 from rlbuffer.gateway.engines.sglang import SglangEngine
 from rlbuffer.gateway.engines.vllm import VllmEngine
 from rlbuffer.gateway.request import AgentRequest, Refused
@@ -45,15 +46,12 @@ REFUSED_TRIES = 3
 """Times that an engine is asked for an answer that can be trained."""
 RETRY_AFTER_SECONDS = 5.0
 """What an agent is told to wait after that."""
-SETTING = "gateway.engines"
 _RANDOM = random.Random()
 _log = logging.getLogger(__name__)
 
 
 NOT_ASKED = "it was not asked yet"
 """Why an engine is left out at first."""
-SIMPLEST = AgentRequest(messages=({"role": "user", "content": "x"},))
-"""A conversation that every template takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,11 +89,19 @@ class Fleet:
         urls: of vLLM's or SGLang's servers.
         timeout_seconds: longest that one answer may take.
         patience_seconds: longest that a call waits for all of them.
+        temperature: the run's, with which logprobs must be; so must they without `top_p`.
     """
 
     def __init__(
-        self, urls: Sequence[str], *, timeout_seconds: float, patience_seconds: float = PATIENCE_SECONDS
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_seconds: float,
+        patience_seconds: float = PATIENCE_SECONDS,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
     ) -> None:
+        self._temperature, self._top_p = temperature, top_p
         self._seconds, self._patience = timeout_seconds, patience_seconds
         self._watching: asyncio.Task[None] | None = None
         self._places = [
@@ -266,6 +272,7 @@ class Fleet:
         place.template = None
         engine = place.engine = await self._found(place)
         await engine.probe()
+        await check_logprobs(engine, temperature=self._temperature, top_p=self._top_p)
         place.shown = await shown(_rendering(engine))
         place.template = await check_template(_rendering(engine))
         if place.is_down:  # what a call has failed of, only a call can show to be over

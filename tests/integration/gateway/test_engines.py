@@ -348,3 +348,40 @@ def test_what_an_engine_quotes_of_one_agent_reaches_no_other(status: int) -> Non
         assert "words of one agent" not in f"{told} {troubles}"
     finally:
         engine.stop()
+
+
+# -- logprobs --------------------------------------------------------------------------------------------------------
+HEEDING = {"raw": (), "processed": ("temperature", "top_p"), "whole": ("temperature",)}
+
+
+@pytest.mark.parametrize("speaks", ["0.33.0", "0.32.0", SGLANG])
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "right"),
+    [
+        (1.0, 1.0, {"raw", "processed", "whole"}),
+        (0.7, 1.0, {"processed", "whole"}),
+        (1.3, 1.0, {"processed", "whole"}),
+        (1.0, 0.95, {"raw", "whole"}),
+        (0.7, 0.95, {"whole"}),
+    ],
+)
+def test_an_engine_whose_logprobs_are_not_the_trainers_is_refused(
+    speaks: str, temperature: float, top_p: float, right: set[str]
+) -> None:
+    async def started(engine: FakeEngine) -> bool:
+        fleet = Fleet([engine.url], timeout_seconds=20.0, temperature=temperature, top_p=top_p)
+        try:
+            await fleet.start()
+        except ConfigError:
+            return False
+        finally:
+            await fleet.close()
+        return True
+
+    engine = FakeEngine(speaks=speaks).start()
+    try:
+        for mode, heeds in HEEDING.items():
+            engine.heeds = heeds
+            assert asyncio.run(started(engine)) == (mode in right), mode
+    finally:
+        engine.stop()
