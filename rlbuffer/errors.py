@@ -222,6 +222,9 @@ class BatchTimeout(RlbufferError, TimeoutError):
 class TicketGone(RlbufferError):
     """The ticket is not out any more, or its group was begun by another: take another one."""
 
+    is_out = False
+    """The ticket is still out, and can be given back: the key of its caller stands for a group that is lost."""
+
 
 class OpenRolloutUnknown(RlbufferError, LookupError):
     """There is no such open rollout on the server, or it has another capability."""

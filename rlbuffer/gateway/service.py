@@ -19,7 +19,6 @@ import asyncio
 import json
 import logging
 import re
-import secrets
 import threading
 import time
 import traceback
@@ -50,6 +49,7 @@ from rlbuffer.gateway.dialects.messages import MESSAGES
 from rlbuffer.gateway.dialects.responses import RESPONSES
 from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.loading import Loader, loads_weights
+from rlbuffer.gateway.opening import Opening
 from rlbuffer.gateway.pulse import Pulse
 from rlbuffer.gateway.request import AgentRequest, Refused, loaded, mapping, required, text, whole_text
 from rlbuffer.gateway.rollouts import checked_about
@@ -59,9 +59,8 @@ from rlbuffer.process.logs import fields
 from rlbuffer.process.threads import in_thread
 from rlbuffer.process.web_servers import listen
 from rlbuffer.records.failure import Failure
-from rlbuffer.records.group import Ticket
 from rlbuffer.records.info import ENV_NAME
-from rlbuffer.store.gateway import GRACE_SECONDS, GatewayStore
+from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.open_rollouts import (
     MOST_ROLLOUTS,
     Begun,
@@ -261,62 +260,37 @@ class Gateway:
         limit = body.get("tickets")
         is_limit = limit is None or (isinstance(limit, int) and not isinstance(limit, bool) and limit >= 0)
         required(is_limit, "tickets must be a whole number: how many the env has in all")
-        begun = await self._begun(env, size, key or secrets.token_urlsafe(32), about, float(wait), limit)
-        base = self._base(request)
-        return web.json_response(
-            {
-                "group_id": begun.group_id,
-                "env": begun.env,
-                "number": begun.number,
-                "open_rollouts": [
-                    {
-                        "name": name,
-                        "base_url": f"{base}/r/{capability}/v1",
-                        "anthropic_base_url": f"{base}/r/{capability}",
-                        "touch_url": f"{base}/r/{capability}/touch",
-                        "end_url": f"{base}/r/{end_key}/end",
-                        "api_key": capability,
-                    }
-                    for name, capability, end_key in zip(begun.names, begun.capabilities, begun.end_keys, strict=True)
-                ],
-            }
+        opening = Opening(
+            self._store,
+            env,
+            size=size,
+            key=key,
+            about=about,
+            tickets=limit,
+            idle_seconds=self._settings.idle_seconds,
         )
+        try:
+            begun = await self._begun(opening, env, float(wait))
+            response = web.json_response(_told_of(begun, self._base(request)))
+            await response.prepare(request)
+            await response.write_eof()
+        except BaseException:  # it hangs up, or is refused
+            await asyncio.shield(in_thread(opening.leave))
+            raise
+        return response
 
     def _base(self, request: web.Request) -> str:
         """The address of base URLs: that of the settings, else the one by which whoever begins has reached it."""
         host = request.headers.get("Host", "")
         return self.url if self._settings.url or not HOST.fullmatch(host) else f"http://{host}"
 
-    async def _begun(
-        self, env: str, size: int, key: str, about: dict[str, Any], wait: float, limit: int | None
-    ) -> Begun:
-        """What was begun with this key, else new rollouts of a ticket, which is waited for."""
-        store, deadline = self._store, time.monotonic() + wait
-
-        def work() -> Begun | None:
-            known = store.begun(key)
-            if known is not None:
-                return known
-            numbers = store.take_tickets(env, 1, ttl_seconds=GRACE_SECONDS, size=limit)
-            if not numbers:
-                return None
-            ticket = Ticket(env=env, number=numbers[0], group_id=f"{env}.{numbers[0]}")
-            try:
-                begun = store.begin(key, ticket, size=size, about=about, idle_seconds=self._settings.idle_seconds)
-            except TicketGone:
-                return None
-            except BaseException:
-                store.release_tickets(env, numbers)
-                raise
-            if (begun.env, begun.number) != (env, ticket.number):
-                store.release_tickets(env, numbers)
-            return begun
-
+    async def _begun(self, opening: Opening, env: str, wait: float) -> Begun:
+        """What an opening begins, once there is a ticket. Raises Refused."""
+        deadline = time.monotonic() + wait
         while True:
-            begun: Begun | None = await _on_server(work)
+            begun: Begun | None = await _on_server(opening.take)
             if begun is not None:
                 return begun
-            self.pulse.lacks_ticket(env)
             if time.monotonic() >= deadline:
                 raise Refused(
                     f"no ticket of env {env} is out now: what is pending and under way is enough, so ask again. "
@@ -464,6 +438,26 @@ def _model_of(model: str) -> dict[str, Any]:
     return {**named, "object": "model", "type": "model", "created": 0, "created_at": EPOCH, "owned_by": "rlbuffer"}
 
 
+def _told_of(begun: Begun, base: str) -> dict[str, Any]:
+    """What whoever begins a group hears of it; `base`: address of this gateway."""
+    return {
+        "group_id": begun.group_id,
+        "env": begun.env,
+        "number": begun.number,
+        "open_rollouts": [
+            {
+                "name": name,
+                "base_url": f"{base}/r/{capability}/v1",
+                "anthropic_base_url": f"{base}/r/{capability}",
+                "touch_url": f"{base}/r/{capability}/touch",
+                "end_url": f"{base}/r/{end_key}/end",
+                "api_key": capability,
+            }
+            for name, capability, end_key in zip(begun.names, begun.capabilities, begun.end_keys, strict=True)
+        ],
+    }
+
+
 async def _body(request: web.Request) -> Mapping[str, Any]:
     """The body of a request, a JSON object. Raises Refused.
 
@@ -505,6 +499,8 @@ async def _on_server(work: Callable[[], Any]) -> Any:
         return await in_thread(work)
     except OpenRolloutUnknown as error:
         raise unknown_refusal() from error
+    except TicketGone as error:
+        raise Refused(str(error), status=HTTPStatus.CONFLICT, code="key_used") from error
     except (OtherEnd, EnvDone, RunGone) as error:
         code = "other_end" if isinstance(error, OtherEnd) else "env_done" if isinstance(error, EnvDone) else "run_gone"
         raise Refused(str(error), status=HTTPStatus.CONFLICT, code=code) from error

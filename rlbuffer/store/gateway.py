@@ -97,7 +97,8 @@ class GatewayStore(WorkerStore):
         caller gives none. `about` is what every gateway must know of the group. The ticket needs no renewal any more.
 
         Raises:
-            TicketGone: the ticket is not out any more: take another.
+            TicketGone: the ticket is not out any more: take another. Or the group that the key has begun is lost: then
+                the ticket `is_out`.
             ServerFull: nothing is begun at the memory limit.
             RunGone, ServerRefused, ServerUnreachable.
         """
@@ -135,9 +136,11 @@ class GatewayStore(WorkerStore):
         # After a lost reply the first of the two answers: its salt is the one that counts.
         begun = self._begun(key, text(reply[1]), is_new=status == "OK")
         if begun is None:
-            raise TicketGone(
-                f"group {text(reply[1])} is not on the server any more, which lost it: take another ticket"
+            gone = TicketGone(
+                f"group {text(reply[1])}, which this key has begun, is not on the server any more: use another key"
             )
+            gone.is_out = text(reply[1]) != group
+            raise gone
         return begun
 
     def _begun(self, key: str, group: str, *, is_new: bool) -> Begun | None:

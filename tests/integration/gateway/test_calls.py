@@ -26,7 +26,7 @@ from rlbuffer.gateway import answering, service
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.gateway import GatewayStore
-from rlbuffer.store.open_rollouts import End, OpenCall
+from rlbuffer.store.open_rollouts import End, OpenCall, open_rollouts
 
 
 @pytest.fixture
@@ -730,6 +730,56 @@ def test_without_a_ticket_an_opener_is_told_to_come_again(stage: Stage) -> None:
             break
     assert (response.status_code, response.json()["error"]["code"]) == (503, "no_ticket")
     assert (response.headers["x-should-retry"], int(response.headers["Retry-After"]) > 0) == ("true", True)
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, store: GatewayStore, move: str) -> tuple[threading.Event, threading.Event]:
+    """The next such move waits. -> set once it does; to be set for it to go on."""
+    is_there, goes_on, real = threading.Event(), threading.Event(), getattr(store, move)
+
+    def held(*args: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        is_there.set()
+        goes_on.wait(60)
+        return real(*args, **more)
+
+    monkeypatch.setattr(store, move, held)
+    return is_there, goes_on
+
+
+@pytest.mark.parametrize("key", ["", "k"])
+@pytest.mark.parametrize("moment", ["take_tickets", "begin", "_begun"])
+def test_who_hangs_up_while_a_group_is_begun_leaves_none_that_nobody_has_heard_of(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, moment: str, key: str
+) -> None:
+    store = stage.first.buffer.store.role(GatewayStore)
+    begun = stage.begin(key="another")  # tickets are out
+    httpx.post(begun["open_rollouts"][0]["end_url"], json={"reward": 1.0}, timeout=60)
+    is_there, goes_on = hold(monkeypatch, store, moment)
+    body = {"env": "agents", "size": 2, "wait": 30, **({"key": key} if key else {})}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{stage.first.url}/v1/open_rollouts", json=body, timeout=1.0)
+    assert is_there.wait(60)
+    goes_on.set()
+    if key and moment != "take_tickets":  # its caller finds it again
+        stage.wait_for(lambda: store.begun(key))
+        assert stage.begin(2, key=key)["open_rollouts"][0]["name"] in {one.name for one in open_rollouts(store)}
+        return
+    stage.wait_for(lambda: not store.client.zcard(store.keys.tickets("agents")) and not open_rollouts(store))
+    if moment == "_begun":
+        assert {rollout.failure.kind for rollout in stage.rollouts(3) if rollout.failure} == {"abandoned", "empty"}
+    assert stage.buffer.verify().ok
+
+
+def test_a_key_whose_group_is_lost_takes_no_tickets(stage: Stage) -> None:
+    store = stage.first.buffer.store.role(GatewayStore)
+    begun = stage.begin(key="k")
+    store.client.delete(store.keys.open_group(begun["group_id"]))
+    out = store.client.zcard(store.keys.tickets("agents"))
+    for _ in range(3):
+        body = {"env": "agents", "size": 1, "wait": 30, "key": "k"}
+        refused = httpx.post(f"{stage.first.url}/v1/open_rollouts", json=body, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "key_used")
+    assert store.client.zcard(store.keys.tickets("agents")) == out
 
 
 @pytest.mark.parametrize(
