@@ -375,7 +375,7 @@ def step_lines(step: StepView, *, trained: int) -> list[str]:
     state = "trained" if header.step <= trained else "packed"
     why = WHY_CLOSED.get(header.closed_by, "")
     sequences = f", {plural(header.sequences, 'sequence')}" if header.sequences > header.rollouts else ""
-    capacity = f" ({percent(header.fill)} of its capacity)" if header.fill else ""
+    capacity = f" ({percent(header.capacity_share)} of its capacity)" if header.capacity_share else ""
     lines = [
         f"step {header.step}   {state}   {when}   closed by {header.closed_by}{f': {why}' if why else ''}",
         (

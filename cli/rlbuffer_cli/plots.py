@@ -51,11 +51,15 @@ class Curve:
         """As :meth:`told` in four digits."""
         return self.told(".4g")
 
-    def told(self, form: str) -> str:
-        """Where it is now, and between which values it was; `form`: of the values."""
+    def told(self, form: str, width: int | None = None) -> str:
+        """Where it is now, and between which values it was; `form`: of the values. What has no room in `width` is left
+        out whole: half of a number would be another one."""
         values = [value for _, value in self.points]
         step, value = self.points[-1]
-        return f"{printable(self.name)}  {value:{form}} at step {step}, {min(values):{form}} to {max(values):{form}}"
+        now = f"{printable(self.name)}  {value:{form}}"
+        between = f"{min(values):{form}} to {max(values):{form}}"
+        ways = [f"{now} at step {step}, {between}", f"{now}, {between}", f"{now} at step {step}", now]
+        return next((way for way in ways if width is None or cut(way, width) == way), ways[-1])
 
 
 # -- where points come from --------------------------------------------------------------------------------------------
@@ -204,9 +208,11 @@ def chart(
         plotext.plot(xs, ys, marker="braille" if len(curves) == 1 and not is_ascii else mark)
     drawn = [line.rstrip() for line in plotext.uncolorize(plotext.build()).rstrip().split("\n")]
     if len(curves) > 1 or is_ascii:
-        drawn += [cut(f"{mark} {curve.told(form)}", width) for curve, mark in zip(curves, marks, strict=True)]
+        drawn += [
+            cut(f"{mark} {curve.told(form, width - 2)}", width) for curve, mark in zip(curves, marks, strict=True)
+        ]
     else:
-        drawn += [cut(curves[0].told(form), width)]
+        drawn += [cut(curves[0].told(form, width), width)]
     return [line.translate(IN_ASCII) for line in drawn] if is_ascii else drawn
 
 

@@ -165,7 +165,7 @@ def step_line(header: StepHeader, build_ms: float, drops: Mapping[str, Sequence[
     parts = [
         f"step {header.step}",
         f"{amount(header.tokens)} tok",
-        f"fill {percent(header.fill)}" if header.fill else "",
+        f"fill {percent(header.capacity_share)}" if header.capacity_share else "",
         f"groups {len(header.group_ids)}",
         f"reward {header.reward:.2f}" if header.reward is not None else "",
         f"age {header.age:.1f} max {header.max_age}",

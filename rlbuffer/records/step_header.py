@@ -72,6 +72,12 @@ class StepHeader:
     """Payload key without the run's prefix -> (payload field, reason) of what that push holds that its group's step
     leaves out."""
 
+    @property
+    def capacity_share(self) -> float | None:
+        """`fill` where rows close a step; None where it closed at a number of groups or rollouts, with rows that nobody
+        waits for, and of a stream's step."""
+        return None if self.closed_by in (ClosedBy.GROUPS, ClosedBy.ROLLOUTS) or not self.fill else self.fill
+
     def masks(self, info: RolloutInfo) -> bool:
         """True when this rollout of the step is there, and not trained."""
         return self.masks_truncated and info.is_truncated

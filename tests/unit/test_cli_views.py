@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -83,7 +84,19 @@ def test_two_curves_stand_beside_each_other_on_a_narrow_terminal() -> None:
     assert max(map(len, lines)) <= 76
     assert lines[0].startswith("reward")
     assert "a name of some" in lines[0]
-    assert lines[0].endswith("…"), "what is cut has a sign"
+
+
+@pytest.mark.parametrize("width", range(30, 120, 3))
+def test_no_number_above_a_curve_is_cut(width: int) -> None:
+    curves = [Curve(name, tuple((n, n / 7) for n in range(1, 99))) for name in ("reward", "entropy")]
+    titles = [line for line in small_charts(curves, width=width) if line.startswith(("reward", "entropy"))]
+    numbers = re.findall(r"\d[\d.…]*", " ".join(titles))
+    assert {"14.000"} <= set(numbers) <= {"14.000", "0.143", "98"}
+
+
+def test_a_name_that_has_no_room_is_cut_with_a_sign() -> None:
+    curves = [Curve(name, tuple((n, n / 7) for n in range(1, 99))) for name in ("reward", "a name of " + "such " * 9)]
+    assert small_charts(curves, width=76)[0].endswith("…")
 
 
 @pytest.mark.parametrize("kind", [Wait.ENDED, Wait.STEP])

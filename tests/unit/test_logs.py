@@ -14,7 +14,7 @@ from rlbuffer.daemon.teller import step_line
 from rlbuffer.packing.pack import pack
 from rlbuffer.process import logs
 from rlbuffer.process.logs import fields
-from rlbuffer.records.states import Reason
+from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.history import Dropped, RetiredEarly
 from rlbuffer.testing import make_group
@@ -57,6 +57,12 @@ def test_a_step_that_teaches_nothing_or_not_all_says_so() -> None:
     assert "1 of 2 groups teach nothing" in line(1, 8)
     assert "! it teaches nothing: no rollout" in line(2, 8)
     assert "! it teaches nothing: each group is one rollout, and none has an advantage" in line(2, 2)
+
+
+@pytest.mark.parametrize("closed_by", [*ClosedBy])
+def test_a_step_that_closed_at_a_number_does_not_say_how_full_its_rows_are(closed_by: ClosedBy) -> None:
+    line = step_line(replace(HEADER, closed_by=closed_by, fill=0.25), 1.5, {}, 0)
+    assert ("25%" in line) == (closed_by not in (ClosedBy.GROUPS, ClosedBy.ROLLOUTS))
 
 
 def test_a_record_of_the_history_leaves_out_what_need_not_be_there() -> None:

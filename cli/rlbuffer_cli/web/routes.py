@@ -119,7 +119,9 @@ def _curves(run: WholeRun) -> list[dict[str, Any]]:
     curves = {curve.name: curve for curve in trends(run.buffer.settings.output_dir, headers)}
     records = [{"step": h.step, "age": h.age, "fill": h.fill, "tokens": h.tokens} for h in headers]
     if len(records) > 1:
-        curves |= {name: curves_of(records, name)[0] for name in ("age", "fill", "tokens")}
+        # Of steps that close at a number of groups no row is waited for.
+        names = [name for name in ("age", "fill", "tokens") if name != "fill" or any(h.capacity_share for h in headers)]
+        curves |= {name: curves_of(records, name)[0] for name in names}
     return drawn({name: curve for name, curve in curves.items() if len(curve.points) > 1})
 
 
