@@ -12,12 +12,11 @@ from rlbuffer.config.fractions import budgets_at
 from rlbuffer.config.losses import columns_of, needs_advantage
 from rlbuffer.config.memory_needs import (
     LEAST_BYTES,
-    Forecast,
-    capacity_bytes,
     does_not_fit,
+    forecast_of,
+    may_not_fit,
     memory_bytes,
     mib,
-    steps_at_once,
 )
 from rlbuffer.config.schedules import planned_updates
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
@@ -197,23 +196,27 @@ def reference(c: Context) -> Iterator[Finding]:
     trainer.world_size batcher.lookahead batcher.max_age""",
 )
 def memory(c: Context) -> Iterator[Finding]:
-    """The server's memory holds lookahead + max_age + 3 full steps in 60 % of it."""
+    """The server's memory holds lookahead + max_age + 3 steps in 60 % of it, of full rows."""
     if not c.settings.redis_url:
         yield from too_small(c.settings, memory_bytes(c.settings.server))
 
 
 def too_small(settings: RunSettings, limit: int) -> Iterator[Finding]:
-    """A failure where a server of `limit` bytes cannot hold the run; 0: it has no limit."""
-    world_size = settings.trainer.world_size
-    size = capacity_bytes(settings.batcher, world_size)
+    """A failure where a server of `limit` bytes cannot hold the run, and a warning where it may not; 0: it has no
+    limit."""
     if 0 < limit < LEAST_BYTES:
         text = f"a server of {mib(limit)} (server.maxmemory) has no room for a run: an empty one takes about 2 MiB"
         yield failure(text, "server.maxmemory", fix="Give it 64 MiB or more")
-    elif limit and size is not None:
-        forecast = Forecast(step_bytes=size, steps=steps_at_once(settings.batcher), limit=limit)
-        if not forecast.fits:
-            text = does_not_fit(forecast, settings.batcher, world_size=world_size)
-            yield failure(text, "server.maxmemory", "batcher.row_tokens")
+        return
+    forecast = forecast_of(settings, limit) if limit else None
+    if forecast is None or forecast.fits:
+        return
+    if forecast.is_most:
+        fix = "Look at its memory when steps are there (rlbuffer inspect); raise server.maxmemory where it grows"
+        yield warning(may_not_fit(forecast, settings.batcher), "server.maxmemory", "batcher.row_tokens", fix=fix)
+    else:
+        text = does_not_fit(forecast, settings.batcher, world_size=settings.trainer.world_size)
+        yield failure(text, "server.maxmemory", "batcher.row_tokens")
 
 
 @check("trainer.gpus trainer.world_size worker.NAME.gpus worker.NAME.replicas score.NAME.gpus score.NAME.replicas")

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.config.settings import ServerSettings
+from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
 from rlbuffer.config.table import SIZE
 from rlbuffer.state.text import plural
 
@@ -25,6 +25,9 @@ ROLLOUT_BYTES = 450
 allocator's rounding (160-410), its places in the pool and in its step's part (150). Measured with Valkey 9.1.2, groups
 of 8."""
 
+GROUP_SIZE: int = WorkerSettings.model_fields["group_size"].default
+"""Rollouts of a group, where the settings name no worker."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
@@ -36,6 +39,8 @@ class Forecast:
     """Steps that must be there at once: lookahead + max_age + 3."""
     limit: int
     """The server's maxmemory, bytes."""
+    is_most: bool = False
+    """`step_bytes` is what a step takes at most: it closes at a number of groups or rollouts, whatever their length."""
 
     @property
     def needed(self) -> int:
@@ -46,6 +51,17 @@ class Forecast:
     def fits(self) -> bool:
         """They take at most :data:`FORECAST_SHARE` of the limit."""
         return self.needed <= FORECAST_SHARE * self.limit
+
+
+def forecast_of(settings: RunSettings, limit: int) -> Forecast | None:
+    """The memory that these settings need of a server of `limit` bytes; None of a stream, whose steps have no rows."""
+    batcher, world_size = settings.batcher, settings.trainer.world_size
+    group_size = max([worker.group_size for worker in settings.worker.values()], default=GROUP_SIZE)
+    size, most = capacity_bytes(batcher, world_size), most_bytes(batcher, world_size, group_size)
+    step_bytes = most if size is None else size
+    if step_bytes is None:
+        return None
+    return Forecast(step_bytes=step_bytes, steps=steps_at_once(batcher), limit=limit, is_most=size is None)
 
 
 def steps_at_once(config: BatcherConfig) -> int:
@@ -65,17 +81,35 @@ def capacity_bytes(config: BatcherConfig, world_size: int) -> int | None:
 
     A row is counted as one rollout: the least there can be, so that nothing is refused that could have worked. Further
     columns and texts are not known either. None when steps close at a number of rollouts or groups: how long those are
-    is known when the first step is there.
+    is known when the first step is there, and :func:`most_bytes` what they take at most.
     """
     if config.step_rollouts is not None or config.step_groups:
         return None
-    rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
+    rows = _rows(config, world_size)
     return rows * (config.row_tokens * TOKEN_BYTES + ROLLOUT_BYTES)
+
+
+def most_bytes(config: BatcherConfig, world_size: int, group_size: int) -> int | None:
+    """Bytes that a step takes at most which closes at a number of groups or rollouts, without further columns and
+    texts: its rows are full all the same, ``rows x row_tokens x 9``, and it holds so many rollouts, 450 each. None when
+    steps close by capacity, and of a stream, whose steps have no rows.
+
+    Args:
+        group_size: rollouts of a group, at most.
+    """
+    rollouts = config.step_groups * group_size if config.step_rollouts is None else config.step_rollouts
+    if not rollouts or config.is_stream:
+        return None
+    return _rows(config, world_size) * config.row_tokens * TOKEN_BYTES + rollouts * ROLLOUT_BYTES
+
+
+def _rows(config: BatcherConfig, world_size: int) -> int:
+    return world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
 
 
 def does_not_fit(forecast: Forecast, config: BatcherConfig, *, world_size: int) -> str:
     """The reason why a run cannot work there, with the numbers and what to change."""
-    rows = world_size * config.micro_batches_per_rank * config.rows_per_micro_batch
+    rows = _rows(config, world_size)
     least = math.ceil(forecast.needed / FORECAST_SHARE / 2**20)
     oldest = forecast.steps - config.lookahead - 3
     return (
@@ -85,6 +119,16 @@ def does_not_fit(forecast: Forecast, config: BatcherConfig, *, world_size: int) 
         f"of its maxmemory of {mib(forecast.limit)}. Give it at least {least} MiB (server.maxmemory; `redis-cli config "
         f"set maxmemory` on a server of your own), or make steps smaller (batcher.row_tokens, micro_batches_per_rank "
         f"or rows_per_micro_batch, trainer.world_size), or lower batcher.lookahead or max_age"
+    )
+
+
+def may_not_fit(forecast: Forecast, config: BatcherConfig) -> str:
+    """What a run may need at most that is above what there is, with the numbers."""
+    oldest = forecast.steps - config.lookahead - 3
+    return (
+        f"the run may not fit the server's memory: a step takes up to {mib(forecast.step_bytes)} where its rows are "
+        f"full, and {forecast.steps} of them (lookahead {config.lookahead} + max_age {oldest} + 3) up to "
+        f"{mib(forecast.needed)}, above {100 * FORECAST_SHARE:.0f} % of its maxmemory of {mib(forecast.limit)}"
     )
 
 

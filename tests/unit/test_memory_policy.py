@@ -54,6 +54,14 @@ def test_steps_of_a_number_of_groups_or_rollouts_are_known_when_they_are_there(s
     assert memory_needs.capacity_bytes(BatcherConfig(1000, **size), 4) is None  # type: ignore[arg-type]
 
 
+def test_such_steps_take_no_more_than_full_rows_and_their_rollouts() -> None:
+    rows, of_rollout = 4 * 9 * 1000, memory_needs.ROLLOUT_BYTES
+    assert memory_needs.most_bytes(BatcherConfig(1000, step_groups=4), 4, 16) == rows + 64 * of_rollout
+    assert memory_needs.most_bytes(BatcherConfig(1000, step_rollouts=70), 4, 16) == rows + 70 * of_rollout
+    assert memory_needs.most_bytes(BatcherConfig(1000, step_groups=0), 4, 16) is None
+    assert memory_needs.most_bytes(BatcherConfig(1000, feeds="stream"), 1, 16) is None
+
+
 @pytest.mark.parametrize(("step_bytes", "fits"), [(119, True), (120, True), (121, False)])
 def test_five_steps_must_fit_sixty_percent(step_bytes: int, fits: bool) -> None:
     assert Forecast(step_bytes=step_bytes, steps=5, limit=LIMIT).fits is fits

@@ -140,14 +140,16 @@ def banner(loaded: Loaded, ready: Mapping[str, Any], seconds: float) -> list[str
 
 
 def _memory_needs(server: Mapping[str, Any], loaded: Loaded) -> str:
-    """The share of the server's memory that the run's steps take; "" where that is not known."""
-    from rlbuffer.config.memory_needs import capacity_bytes, steps_at_once
+    """The share of the server's memory that the run's steps take, at most where they close at a number of groups;
+    "" where that is not known."""
+    from rlbuffer.config.memory_needs import forecast_of, mib
 
-    batcher, limit = loaded.settings.batcher, server.get("maxmemory", 0)
-    size, count = capacity_bytes(batcher, loaded.settings.trainer.world_size), steps_at_once(batcher)
-    if size is None or not limit:
+    limit = server.get("maxmemory", 0)
+    forecast = forecast_of(loaded.settings, limit) if limit else None
+    if forecast is None:
         return ""
-    takes = f"a step takes about {_bytes(size)}, {count} at once {100 * size * count / limit:.0f} % of the server's"
+    word, share = "up to" if forecast.is_most else "about", 100 * forecast.needed / limit
+    takes = f"a step takes {word} {mib(forecast.step_bytes)}, {forecast.steps} at once {share:.0f} % of the server's"
     return f"{takes}   ({loaded.place('batcher.row_tokens')})"
 
 

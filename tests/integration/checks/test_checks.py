@@ -55,6 +55,8 @@ SETTINGS = [
     ("reference", FAILURE, [("trainer.loss", "kl_beta = 0.1")]),
     ("memory", FAILURE, [("server", 'maxmemory = "20kb"')]),
     ("memory", FAILURE, [("server", 'maxmemory = "20kb"'), ("batcher", "step_groups = 2")]),
+    ("memory", WARNING, [("server", 'maxmemory = "8mb"'), ("batcher", "step_groups = 64\nrow_tokens = 200000")]),
+    ("memory", WARNING, [("server", 'maxmemory = "8mb"'), ("batcher", "step_rollouts = 4000\nrow_tokens = 2400")]),
     ("gpus", FAILURE, [("worker.a", 'gpus = [0, 1, 2]\nreplicas = 2\ndevice = "cuda"')]),
     ("gpus", FAILURE, [("trainer", 'gpus = [0]\nworld_size = 2\ndevice = "cuda"')]),
     ("gpus", FAILURE, [("trainer", 'gpus = [0, 0]\nworld_size = 2\ndevice = "cuda"')]),
