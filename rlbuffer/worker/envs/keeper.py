@@ -50,9 +50,12 @@ def main(control: int, report: int, command: list[str]) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != program.pid:
-        os.waitpid(ended.si_pid, 0)  # adopted
-    _kill_group(program.pid)  # before the number is given again
+    if hasattr(os, "waitid"):  # no macOS before Python 3.13
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != program.pid:
+            os.waitpid(ended.si_pid, 0)  # adopted
+    else:
+        program.wait()
+    _kill_group(program.pid)  # its number is not given again while the group has members
     code = program.wait()
     _kill_children()
     _tell(report, f"exit {code}" if code >= 0 else f"signal {-code}")
