@@ -291,6 +291,7 @@ class Gateway:
             begun: Begun | None = await _on_server(opening.take)
             if begun is not None:
                 return begun
+            self.pulse.lacks_ticket(env)
             if time.monotonic() >= deadline:
                 raise Refused(
                     f"no ticket of env {env} is out now: what is pending and under way is enough, so ask again. "
