@@ -7,6 +7,7 @@ refused: started again, it would be refused again, until somebody has done what 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 MOST_RECOVERIES_LOST = 100
@@ -25,6 +26,16 @@ class RlbufferError(Exception):
 def text_of(error: Exception) -> str:
     """What `error` says, with the notes that were added to it on its way."""
     return "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it came from, the last one first. Each comes once: an error that was raised again can be among
+    its own causes."""
+    seen: list[BaseException] = []
+    while error is not None and not any(error is one for one in seen):
+        yield error
+        seen.append(error)
+        error = error.__cause__ or error.__context__
 
 
 def installed_by(extra: str) -> str:

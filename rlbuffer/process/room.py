@@ -9,6 +9,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from rlbuffer.errors import causes
+
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 CURABLE = FULL | {errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
 """Errors that pass when somebody has freed space or mended the disk, while whoever writes has done nothing wrong."""
@@ -23,12 +25,11 @@ def lack_of_room(error: BaseException | None) -> int:
         >>> lack_of_room(OSError(errno.ENOSPC, "No space left on device")), lack_of_room(ValueError("os error 2"))
         (28, 0)
     """
-    while error is not None:
-        words = re.search(r"\(os error (\d+)\)", str(error))
-        number = error.errno if isinstance(error, OSError) and error.errno else int(words[1]) if words else 0
+    for cause in causes(error):
+        words = re.search(r"\(os error (\d+)\)", str(cause))
+        number = cause.errno if isinstance(cause, OSError) and cause.errno else int(words[1]) if words else 0
         if number in CURABLE:
             return number
-        error = error.__cause__ or error.__context__
     return 0
 
 

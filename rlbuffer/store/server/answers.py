@@ -16,7 +16,6 @@ import errno
 import re
 import socket
 import ssl
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -30,6 +29,7 @@ from rlbuffer.errors import (
     ServerUnsuitable,
     WrongAnswer,
     WrongType,
+    causes,
     clause,
 )
 from rlbuffer.store.server.address import is_cluster, is_sentinel
@@ -281,7 +281,7 @@ def reason_of(error: redis.RedisError) -> str:
 
 def tls_mistake(error: BaseException) -> str:
     """The certain mistake, and what to do; "" when it is nothing of TLS."""
-    for below in _chain(error):
+    for below in causes(error):
         if isinstance(below, ssl.SSLCertVerificationError):
             return (
                 f"its certificate is refused: {clause(below.verify_message)}. It must be valid by this machine's "
@@ -295,12 +295,6 @@ def tls_mistake(error: BaseException) -> str:
     return ""
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def cause_of(error: redis.RedisError) -> Cause:
     """Why no connection can be had."""
     if isinstance(error, NoPrimary):
@@ -309,7 +303,7 @@ def cause_of(error: redis.RedisError) -> Cause:
         return Cause.FULL
     if isinstance(error, redis.InvalidResponse):
         return Cause.STRANGER
-    for below in _chain(error):
+    for below in causes(error):
         if isinstance(below, socket.gaierror):
             return Cause.NO_SUCH_HOST
         if isinstance(below, OSError) and below.errno in _OF_SOCKET:
