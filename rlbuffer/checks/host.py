@@ -279,10 +279,11 @@ def shared_locks(c: Context) -> Iterator[Finding]:
 # -- workers, scorers, functions ---------------------------------------------------------------------------------------
 @check("worker", parts=["run"])
 def workers(c: Context) -> Iterator[Finding]:
-    """A run has a worker."""
-    if not c.settings.worker:
-        fix = f"Add one ({EXAMPLE} has one)"
-        yield failure("there is no [worker.NAME] section: nothing would be sampled", "worker", fix=fix)
+    """A run has a worker, or a gateway for agents."""
+    if not c.settings.worker and not c.settings.gateway.engines:
+        fix = f"Add a worker ({EXAMPLE} has one), or `engines` in [gateway]"
+        text = "there is no [worker.NAME] section, and no gateway for agents: nothing would be sampled"
+        yield failure(text, "worker", fix=fix)
 
 
 @check("score.NAME.model", parts=["score"])

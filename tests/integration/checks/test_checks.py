@@ -181,6 +181,10 @@ def test_an_adapter_is_named_with_its_base_and_a_setting_that_contradicts_it_wit
     assert 'The adapter is for path = "some/base"' in told(("-model.config", ""), ("trainer.lora", 'path = "sft"'))
 
 
+def test_a_run_of_agents_alone_needs_no_worker() -> None:
+    assert troubles([("-worker.a", ""), ("gateway", 'engines = ["http://h:1"]')], EVERYTHING) == set()
+
+
 def test_settings_that_say_what_the_adapter_says_are_fine() -> None:
     same = 'path = "sft"\nrank = 4\nalpha = 8\ntargets = ["q_proj"]'
     assert troubles([("trainer.lora", same)], EVERYTHING) == set()
