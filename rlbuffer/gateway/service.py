@@ -71,6 +71,7 @@ from rlbuffer.store.open_rollouts import (
     checked_end,
     name_of,
 )
+from rlbuffer.weights.cache import VersionCache
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -116,7 +117,12 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
         given.engines, timeout_seconds=given.timeout_seconds, temperature=given.temperature, top_p=given.top_p
     )
     gateway = Gateway(store, settings, fleet, name=name, token=token, pulse=pulse)
-    loader = Loader(store, settings.gateway.engines, timeout_seconds=settings.gateway.timeout_seconds)
+    loader = Loader(
+        store,
+        settings.gateway.engines,
+        VersionCache.of(settings, stop=stop),
+        timeout_seconds=settings.gateway.timeout_seconds,
+    )
     try:
         await fleet.start()
         await gateway.start()

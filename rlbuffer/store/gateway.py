@@ -311,6 +311,16 @@ class GatewayStore(WorkerStore):
         args = (action, name, end.encoded(), group, env, ticket, _GRACE_MS, word)
         return self.move("end", (*where, keys.open_counts, keys.tickets(env)), args)
 
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def claim_loading(self, owner: str, *, ttl_seconds: float) -> bool:
+        """Takes the loading of policy versions into the engines, or keeps it. -> False while another gateway has it."""
+        return self._claimed(self.keys.loading, owner, ttl_seconds)
+
+    def release_loading(self, owner: str) -> None:
+        """Gives it back."""
+        self._release_claim(self.keys.loading, owner)
+
     # -- pushes ----------------------------------------------------------------------------------------------------
 
     def waiting(self, limit: int = 16) -> list[WaitingGroup]:

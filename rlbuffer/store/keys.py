@@ -77,6 +77,8 @@ class Keys:
         self.open_keys = f"{self.tag}:open_keys"
         """Digest of the key that a caller gave -> the group that it has begun."""
         self.open_counts = f"{self.tag}:open_counts"
+        self.loading = f"{self.tag}:loading"
+        """The gateway that loads policy versions into the engines; expires."""
         self.absent = f"{self.tag}:absent"
         """Never there, and among the keys of every script: see :meth:`Session.declared`."""
         self.payload_prefix = f"rlb:{run}:g:"

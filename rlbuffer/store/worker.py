@@ -172,9 +172,13 @@ class WorkerStore(TicketStore, ProducerStore):
 
         A claim expires after `ttl_seconds`; asked again by the same owner, it is prolonged.
         """
-        line, milliseconds = self._line(), max(1, round(1000 * ttl_seconds))
-        key = self.keys.evaluating(env, version, line)
+        line = self._line()
         self._evaluated[env, version] = line
+        return self._claimed(self.keys.evaluating(env, version, line), owner, ttl_seconds)
+
+    def _claimed(self, key: str, owner: str, ttl_seconds: float) -> bool:
+        """Sets a key to its owner for a while, unless another one has it."""
+        milliseconds = max(1, round(1000 * ttl_seconds))
 
         def claim(client: Any) -> bool:
             if client.set(key, owner, nx=True, px=milliseconds):
@@ -190,8 +194,9 @@ class WorkerStore(TicketStore, ProducerStore):
 
     def release_evaluation(self, env: str, version: int, *, owner: str) -> None:
         """Gives a claim back: what was sampled does not count."""
-        key = self.keys.evaluating(env, version, self._evaluated.get((env, version), 0))
+        self._release_claim(self.keys.evaluating(env, version, self._evaluated.get((env, version), 0)), owner)
 
+    def _release_claim(self, key: str, owner: str) -> None:
         def release(client: Any) -> None:
             if client.get(key) == owner.encode():
                 client.delete(key)

@@ -76,6 +76,9 @@ class FakeEngine:
     is_paused: bool = False
     loads: list[str] = field(default_factory=list)
     """Folders of weights that were loaded."""
+    load_seconds: float = 0.0
+    is_dead: bool = False
+    """It was asked to load while it was not paused, which kills vLLM's engine."""
     samples: list[Sample] = field(default_factory=list)
     asked: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the requests to render."""
@@ -184,6 +187,9 @@ class FakeEngine:
                 self.version = str((await request.json())["new_version"])
             case "/collective_rpc":
                 body = await request.json()
+                self.is_dead |= not self.is_paused
+                await asyncio.sleep(self.load_seconds)
+                self.is_dead |= not self.is_paused
                 self.loads.append(body["args"][0])
                 return web.json_response({"results": [""]})
         return web.json_response({})
@@ -224,7 +230,7 @@ class FakeEngine:
             tokens, finish, stop_reason = tokens[: parameters["max_tokens"]], "length", None
         before = self.version
         await asyncio.sleep(self.delay)
-        while self.holds:
+        while self.holds or self.is_paused:
             await asyncio.sleep(0.01)
         after, half = self.version, max(1, len(tokens) // 2)
         spans = [(before, 0, half), (after, half, len(tokens))] if before != after and len(tokens) > 1 else []

@@ -42,11 +42,11 @@ TYPES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("closed", "damaged", "tickets", "paused", "garbage"), "zset"),
         **dict.fromkeys(("open", "open_ended", "open_pushed"), "zset"),
         **dict.fromkeys(("pool", "steps", "history", "summary", "records", "eval"), "stream"),
-        **dict.fromkeys(("state", "scoring", "evaluating"), "string"),
+        **dict.fromkeys(("state", "scoring", "evaluating", "loading"), "string"),
     }
 )
 """First word of a control key -> its type."""
-EXPIRING = ("scoring", "evaluating")
+EXPIRING = ("scoring", "evaluating", "loading")
 """First words of control keys that expire by themselves."""
 COUNTED: Mapping[str, Callable[[Any], int | None]] = MappingProxyType(
     {"ledger": amount_of, "numbers": number, "open_counts": number}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
+from weights_places import place
 
 from rlbuffer.client.buffer import connect
 from rlbuffer.config.settings import ModelSettings, RunSettings
 from rlbuffer.gateway.loading import Loader, loads_weights
 from rlbuffer.store.gateway import GatewayStore
+from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 
@@ -39,23 +42,30 @@ def test_each_new_version_is_loaded_into_each_engine_and_again_into_one_that_was
 ) -> None:
     model = build_model(ModelSettings(config=dict(TINY_QWEN3)), seed=0)
     first, second = (
-        publish(tmp_path, version, state=model.state_dict(), config=config_of(model), keep=2) for version in (0, 1)
+        publish(tmp_path / "weights", version, state=model.state_dict(), config=config_of(model), keep=2)
+        for version in (0, 1)
     )
 
     async def play() -> None:
         with connect(redis_url, run=run_name) as buffer, buffer.reader(timeout_seconds=60) as reader:
             reader.start()
             store = buffer.store.role(GatewayStore)
-            loaders = [Loader(store, [engine.url for engine in engines], timeout_seconds=20.0) for _ in range(2)]
+            cache = VersionCache.of(RunSettings(run=run_name, home=tmp_path))
+            urls = [engine.url for engine in engines]
+            loaders = [Loader(store, urls, cache, timeout_seconds=20.0) for _ in range(2)]
             try:
                 reader.announce(first)
                 for loader in loaders:
                     loader.start()
                 # The second engine names version 0 already, which may be another run's.
                 await until(lambda: all(engine.loads and engine.version == "0" for engine in engines))
-                reader.announce(second)
-                await until(lambda: all(engine.version == "1" and not engine.is_paused for engine in engines))
-                assert {folder for engine in engines for folder in engine.loads} == {first.location, second.location}
+                with place(tmp_path / "weights") as host:  # as one of another host
+                    reader.announce(replace(second, location=f"{host.url}/{Path(second.location).name}"))
+                    await until(lambda: all(engine.version == "1" and not engine.is_paused for engine in engines))
+                loaded = {Path(folder) for engine in engines for folder in engine.loads}
+                assert {path.name for path in loaded} == {Path(v.location).name for v in (first, second)}
+                assert Path(second.location) not in loaded
+                assert not any(engine.is_dead for engine in engines)
                 loads = len(engines[0].loads)
                 engines[0].version = "default"
                 await until(lambda: engines[0].version == "1")
@@ -68,7 +78,7 @@ def test_each_new_version_is_loaded_into_each_engine_and_again_into_one_that_was
 
 
 def test_weights_are_somebody_elses_where_a_worker_loads_them_or_they_have_no_files(
-    redis_url: str, run_name: str, engines: list[FakeEngine]
+    redis_url: str, run_name: str, tmp_path: Path, engines: list[FakeEngine]
 ) -> None:
     def settings(**workers: Any) -> RunSettings:
         return RunSettings(worker=workers)
@@ -81,7 +91,8 @@ def test_weights_are_somebody_elses_where_a_worker_loads_them_or_they_have_no_fi
         with connect(redis_url, run=run_name) as buffer, buffer.reader(timeout_seconds=60) as reader:
             reader.start()
             buffer.policy.announce(3, location="", size=0, checksum="")
-            loader = Loader(buffer.store.role(GatewayStore), [engines[0].url], timeout_seconds=20.0)
+            cache = VersionCache.of(RunSettings(run=run_name, home=tmp_path))
+            loader = Loader(buffer.store.role(GatewayStore), [engines[0].url], cache, timeout_seconds=20.0)
             await loader._look()
             await loader.close()
             assert engines[0].loads == []
