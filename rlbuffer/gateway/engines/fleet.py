@@ -46,6 +46,8 @@ REFUSED_TRIES = 3
 """Times that an engine is asked for an answer that can be trained."""
 RETRY_AFTER_SECONDS = 5.0
 """What an agent is told to wait after that."""
+ODD_ANSWERS = (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError)
+"""What reading an answer raises that has another form than an engine's."""
 _RANDOM = random.Random()
 _log = logging.getLogger(__name__)
 
@@ -254,12 +256,13 @@ class Fleet:
             try:
                 if not await self._is_as_before(place):
                     await self._find_out(place)
-            except RequestFailed as error:
+            except BaseException as error:
                 place.look_at = 0.0
-                raise SamplerUnavailable(str(error)) from error
-            except BaseException:
-                place.look_at = 0.0
-                raise
+                if isinstance(error, RequestFailed):
+                    raise SamplerUnavailable(str(error)) from error
+                if isinstance(error, RlbufferError) or not isinstance(error, ODD_ANSWERS):
+                    raise
+                raise SamplerUnavailable(f"{place.url} answers as no engine does ({type(error).__name__})") from error
 
     async def _is_as_before(self, place: _Place) -> bool:
         """An engine that was found out has the same template still; its model and context are known anew."""

@@ -310,6 +310,29 @@ def test_an_engine_that_was_started_anew_is_asked_as_what_it_is_now(
 
 
 @pytest.mark.parametrize("speaks", ["0.33.0", SGLANG])
+@pytest.mark.parametrize("odd", [{"context": "much"}, {"context": 10**400}, {"context": [1]}])
+def test_a_server_that_answers_as_no_engine_does_is_in_trouble_and_no_defect(speaks: str, odd: dict[str, Any]) -> None:
+    engine = FakeEngine(speaks=speaks).start()
+    before = {name: getattr(engine, name) for name in odd}
+    for name, value in odd.items():
+        setattr(engine, name, value)
+
+    async def work(fleet: Fleet) -> str:
+        async def ask(served: Engine, template: Template) -> str:
+            await served.render(asking("say hello"), opens=True)
+            return served.model
+
+        for name, value in before.items():
+            asyncio.get_running_loop().call_later(0.5, setattr, engine, name, value)
+        return await fleet.ask("r", ask)
+
+    try:
+        assert in_fleet([engine.url], work)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.parametrize("speaks", ["0.33.0", SGLANG])
 def test_a_proxy_before_an_engine_that_is_not_there_yet_is_no_engine(speaks: str) -> None:
     engine = FakeEngine(speaks=speaks, is_gone=True).start()
 
