@@ -62,7 +62,8 @@ class Loader:
         self._opened: Opened | None = None
         self._loaded = dict[str, PolicyVersion]()
         """Engine -> what it has got by this process since that has the lease."""
-        self._trouble = ""
+        self.trouble = ""
+        """Why the engines have not the newest version, as a sentence; "" for nothing."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -82,12 +83,12 @@ class Loader:
         while True:
             try:
                 await self._look()
-                self._trouble = ""
+                self.trouble = ""
             except Exception as error:
                 told = str(error) if isinstance(error, RlbufferError) else type(error).__name__
-                if told != self._trouble:
+                if told != self.trouble:
                     _log.warning("weights are not loaded, and the next look tries again: %s", told)
-                self._trouble = told
+                self.trouble = told
             await asyncio.sleep(LOOK_SECONDS * _RANDOM.uniform(0.5, 1.5))
 
     async def _look(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from rlbuffer.errors import clause
 from rlbuffer.gateway.answering import Answering, Tally
 from rlbuffer.gateway.engines.fleet import Fleet
+from rlbuffer.gateway.loading import Loader
 from rlbuffer.gateway.sweeping import Sweeper
 from rlbuffer.process.heartbeat import RATE_BEATS, Heartbeats
 from rlbuffer.records.group import Group
@@ -34,6 +35,7 @@ class Pulse(Heartbeats):
         self.answering: Answering | None = None
         self.sweeper: Sweeper | None = None
         self.fleet: Fleet | None = None
+        self.loader: Loader | None = None
         self.other_ends = 0
         """Ends that were refused, since the rollout had another one."""
         self.ticket_waits = 0
@@ -113,6 +115,8 @@ class Pulse(Heartbeats):
         """What somebody must cure, as clauses."""
         if self.fleet is not None and (lasting := self.fleet.lasting(TROUBLE_SECONDS)):
             yield f"{len(lasting)} of {plural(len(self.fleet), 'engine')} cannot be used ({clause(lasting[0])})"
+        if self.loader is not None and self.loader.trouble:
+            yield f"the newest weights are not in its engines ({clause(self.loader.trouble)})"
         if self.sweeper is not None and self.sweeper.trouble:
             yield f"open rollouts are not looked after ({clause(self.sweeper.trouble)})"
         if self.sweeper is not None and self.sweeper.stuck:

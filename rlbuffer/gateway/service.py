@@ -127,6 +127,7 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
         await fleet.start()
         await gateway.start()
         if loads_weights(settings):
+            pulse.loader = loader
             loader.start()
         pulse.start()
         _log.info("listens at %s", gateway.url, extra=fields("ready", url=gateway.url))

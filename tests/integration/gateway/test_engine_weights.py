@@ -14,8 +14,11 @@ from fake_engine import FakeEngine
 from weights_places import place
 
 from rlbuffer.client.buffer import connect
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import ModelSettings, RunSettings
 from rlbuffer.gateway.loading import Loader, loads_weights
+from rlbuffer.gateway.pulse import Pulse
+from rlbuffer.records.waiting import Trouble
 from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.files import publish
@@ -96,5 +99,30 @@ def test_weights_are_somebody_elses_where_a_worker_loads_them_or_they_have_no_fi
             await loader._look()
             await loader.close()
             assert engines[0].loads == []
+
+    asyncio.run(play())
+
+
+def test_weights_that_cannot_be_read_are_something_to_cure_at_the_gateway(
+    redis_url: str, run_name: str, tmp_path: Path, engines: list[FakeEngine]
+) -> None:
+    async def play() -> None:
+        with connect(redis_url, run=run_name) as buffer, buffer.reader(timeout_seconds=60) as reader:
+            reader.start()
+            buffer.policy.announce(1, location=str(tmp_path / "nowhere"), size=1, checksum="0" * 64)
+            store = buffer.store.role(GatewayStore)
+            cache = VersionCache.of(RunSettings(run=run_name, home=tmp_path))
+            pulse = Pulse(store, "gateway")
+            pulse.loader = Loader(store, [engines[0].url], cache, timeout_seconds=20.0)
+            pulse.loader.start()
+            pulse.start()
+            try:
+                await until(lambda: store.heartbeats("gateway").get("gateway", {}).get("problems"))
+                (problem,) = read_run_state(store).problems
+                assert (problem.kind, problem.worker) == (Trouble.GATEWAY_STUCK, "gateway")
+                assert "nowhere" in str(problem)
+            finally:
+                await asyncio.to_thread(pulse.close)
+                await pulse.loader.close()
 
     asyncio.run(play())

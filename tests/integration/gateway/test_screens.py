@@ -25,6 +25,7 @@ import rlbuffer
 from rlbuffer.client.agent_calls import calls_in
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.texts import Texts
+from rlbuffer.gateway import pulse
 from rlbuffer.records.waiting import Cause
 from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.prometheus import RunCollector
@@ -157,6 +158,33 @@ def test_a_run_that_only_agents_feed_misses_no_worker(stage: Stage) -> None:
     state = stage.wait_for(waits)
     assert state.waiting.is_normal
     assert not state.problems
+
+
+def test_what_a_gateway_waits_for_and_what_is_to_be_cured_there_is_on_every_screen(
+    stage: Stage, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulse, "TROUBLE_SECONDS", 0.5)
+    agent = stage.agent()
+    stage.engine.status = 500
+    asking = threading.Thread(target=agent.ask, args=(f"say {TEXT}",))
+    asking.start()
+    try:
+        state = state_of(stage, lambda gateway: gateway.waiting and gateway.problems)
+        (gateway,) = state.of_kind("gateway")
+        (problem,) = gateway.problems
+        screens = [
+            lines_of(run_view(state)),
+            lines_of(Dashboard(title="top", run=state.run, state=state), 140),
+            [page(stage, ""), page(stage, "processes"), page(stage, "problems")],
+        ]
+        for screen in screens:
+            words = " ".join(" ".join(screen).split())
+            assert problem.detail[:40] in words
+            assert TEXT not in words
+        assert str(gateway.waiting)[:40] in call("inspect", "processes")[1]
+    finally:
+        stage.engine.status = 200
+        asking.join()
 
 
 # -- open rollouts -------------------------------------------------------------------------------------------------
