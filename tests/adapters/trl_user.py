@@ -93,6 +93,8 @@ class Delivered:
     def __init__(self, real: Any) -> None:
         self._real = real
         self.digests: list[str] = []
+        self.places: list[list[int]] = []
+        """Of each sample behind the door: place of its group in the stream, and its number there."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -100,6 +102,8 @@ class Delivered:
     def get(self, timeout: float) -> Any:
         sample = self._real.get(timeout=timeout)
         self.digests.append(digest(sample))
+        if hasattr(sample.group_id, "place"):
+            self.places.append([sample.group_id.place, sample.group_id.index])
         return sample
 
 
@@ -116,7 +120,9 @@ class Steps(TrainerCallback):
         count = sum(self.sizes[: self._done + 1])
         del self.sizes[: self._done + 1]
         self._done = 0
-        note("trained", step=state.global_step, digests=self._queue.digests[self._at : self._at + count])
+        its = slice(self._at, self._at + count)
+        places, digests = self._queue.places[its], self._queue.digests[its]
+        note("trained", step=state.global_step, digests=digests, places=places)
         self._at += count
 
 

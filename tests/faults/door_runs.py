@@ -79,7 +79,7 @@ def run_doors(home: Home, *, seed: int, kills: int, say: Say) -> Outcome:
             outcome.findings.append(str(error))
     history, again = run.history(), run.trained_again()
     outcome.facts["optimizer steps"] = len({line["step"] for line in run.lines("trained")})
-    outcome.facts["samples in the weights' history"] = f"{len(history)}, {len(set(history))} of them different"
+    outcome.facts["samples in the weights' history"] = f"{len(history)}, {len(set(run.places()))} of them different"
     outcome.facts["steps trained again"] = f"{len(again)}, {sum(again)} with the same samples"
     outcome.seconds = time.monotonic() - began
     return outcome
