@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+DOORS = ("trl", "miles")
+
 
 def __getattr__(name: str) -> ModuleType:
     """The door of that name: it needs no import of its own."""
-    if name == "trl":
-        return importlib.import_module("rlbuffer.doors.trl")
+    if name in DOORS:
+        return importlib.import_module(f"rlbuffer.doors.{name}")
     raise AttributeError(f"module 'rlbuffer.doors' has no attribute {name!r}")

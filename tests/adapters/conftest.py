@@ -15,6 +15,7 @@ from tiny_tokenizer import save_tokenizer
 HERE = Path(__file__).parent
 NEEDS = {
     "test_local_engine": "aiohttp",
+    "test_miles_door": "miles",
     "test_reasoning_env": "reasoning_gym",
     "test_trl_door": "trl",
     "test_verifiers_env": "verifiers",

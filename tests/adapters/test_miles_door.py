@@ -1,0 +1,222 @@
+"""miles' data buffer behind a run: its own samples, filters and bounds; the loops have the shape of its training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from homes import Home, a_home
+
+from rlbuffer.doors import miles as door
+from rlbuffer.errors import InvalidRollout, RlbufferError
+
+if TYPE_CHECKING or find_spec("miles"):
+    from miles.rollout import fully_async_data_buffer as theirs
+    from miles.utils.types import Sample
+    from miles_loop import BATCH, digest, made
+
+HERE, RUN = Path(__file__).parent, "miles"
+KILLS = int(os.environ.get("RLBUFFER_MILES_KILLS", "20"))
+SETTINGS = '[server]\nappendfsync = "no"\n\n[batcher]\nfeeds = "stream"\nmax_age = 1000\n'
+
+
+class Loops:
+    """A batcher, and a process of miles' shape that may be killed."""
+
+    def __init__(self, home: Home, settings: str = SETTINGS) -> None:
+        self.home = home
+        home.environment |= {"MILES_FOLDER": str(home.path), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        file = home.path / "miles.toml"
+        file.write_text(f'run = "{RUN}"\n\n{settings}')
+        home.start("serve", "--config", file, "--display", "plain", log="serve")
+        with home.connect(RUN) as buffer:
+            self.url = buffer.store.server()["address"]
+        self._launcher: subprocess.Popen[str] | None = None
+
+    def start(self, calls: int) -> int:
+        """A process that makes train calls up to this one; its pid."""
+        if self._launcher is None:
+            command = [sys.executable, str(HERE / "miles_loop.py"), RUN, self.url]
+            pipe = subprocess.PIPE
+            self._launcher = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **self.home.environment}
+            )
+        assert self._launcher.stdin is not None
+        assert self._launcher.stdout is not None
+        print(calls, file=self._launcher.stdin, flush=True)
+        return int(self._launcher.stdout.readline())
+
+    def close(self) -> None:
+        if self._launcher is not None:
+            self._launcher.communicate(timeout=60)
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        file = self.home.path / f"{kind}.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def calls_of(self, pid: int) -> int:
+        """Train calls of a process."""
+        return sum(line["pid"] == pid for line in self.lines("trained"))
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    with a_home() as opened:
+        yield opened
+
+
+def buffer_of(loops: Loops, monkeypatch: pytest.MonkeyPatch, **others: Any) -> tuple[Any, list[Any]]:
+    """A buffer of the door, and what its handler of unused groups got."""
+    monkeypatch.setenv("RLBUFFER_RUN", RUN)
+    monkeypatch.setenv("RLBUFFER_REDIS_URL", loops.url)
+    values: dict[str, Any] = {
+        "start_rollout_id": 0,
+        "rollout_batch_size": 1,
+        "save_interval": None,
+        "reward_key": None,
+        "max_weight_staleness": None,
+        "async_data_buffer_capacity_factor": 1000.0,
+        "dynamic_sampling_filter_path": None,
+    }
+    unused: list[Any] = []
+    given = theirs.DataBufferConstructorInput(Namespace(**values | others), unused.append)
+    return door.DataBuffer(given), unused
+
+
+async def put(buffer: Any, group: list[Any]) -> None:
+    await buffer.put(theirs.DataBufferInput(prompt_group=group, group=group))
+
+
+def test_killed_processes_lose_and_repeat_no_group(home: Home) -> None:
+    """Each train call that is made again has the groups that it had, bit for bit."""
+    loops, dice = Loops(home), random.Random(7)
+    for _ in range(KILLS):
+        pid = loops.start(10_000)
+        home.wait_until(lambda pid=pid: loops.calls_of(pid), seconds=60, why="a train call")
+        time.sleep(dice.uniform(0.0, 0.3))
+        os.kill(pid, signal.SIGKILL)
+    done = max(line["call"] for line in loops.lines("trained"))
+    last = loops.start(done + 5)
+    home.wait_until(lambda: [line for line in loops.lines("ended") if line["pid"] == last], seconds=60, why="the end")
+    loops.close()
+    calls: dict[int, list[list[str]]] = {}
+    for line in loops.lines("trained"):
+        calls.setdefault(line["call"], []).append(line["digests"])
+    assert sorted(calls) == list(range(done + 5))
+    assert all(again == first for first, *others in calls.values() for again in others)
+    trained = [its for call in sorted(calls) for its in calls[call][-1]]
+    sampled, pushed = ({line["digest"] for line in loops.lines(kind)} for kind in ("sampled", "pushed"))
+    assert len(set(trained)) == len(trained) == BATCH * (done + 5)
+    assert set(trained) <= sampled, "a group is another one than was pushed"
+    with home.connect(RUN) as buffer:
+        report, account = buffer.verify(), buffer.ledger().envs["miles"]
+        groups = buffer.groups(limit=10_000)
+    assert report.ok, report.findings
+    assert account.dropped == {}
+    waiting = Counter(str(view.state) for view in groups)
+    assert len(pushed - set(trained)) <= sum(waiting.values()), "a pushed group is nowhere"
+
+
+def test_every_attribute_of_a_sample_comes_back_bit_for_bit() -> None:
+    for prompt in range(12):
+        for item in made(prompt, 3):
+            assert digest([door.item_of(door.rollout_of(item, None, 3))]) == digest([item])
+
+
+def test_a_sample_without_tokens_or_with_an_own_reward_is_one_too() -> None:
+    empty = Sample(index=1, response="ok", response_length=1, reward={"score": float("nan")})
+    back = door.item_of(door.rollout_of(empty, "score", 0))
+    assert (back.tokens, back.response_length, list(back.reward)) == ([], 1, ["score"])
+    other = Sample(index=1, tokens=[1, 2], response_length=1, reward={"score": 0.5})
+    assert door.rollout_of(other, "score", 0).reward == 0.5
+
+
+def test_what_cannot_be_kept_is_refused_by_its_path() -> None:
+    sample = Sample(group_index=4, index=9, tokens=[1, 2], response_length=1, metadata={"images": [object()]})
+    with pytest.raises(InvalidRollout, match=r"sample 9 of group 4\['sample'\]\['metadata'\]\['images'\]\[0\]: a obj"):
+        door.rollout_of(sample, None, 0)
+
+
+def test_filters_and_bounds_are_miles_own(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, unused = buffer_of(Loops(home), monkeypatch, async_data_buffer_capacity_factor=2.0)
+
+    async def run() -> None:
+        aborted = made(0, 1)
+        theirs.first_sample(aborted).status = Sample.Status.ABORTED
+        await put(buffer, aborted)
+        assert unused == [aborted]
+        groups = [made(prompt, 1) for prompt in range(1, 4)]
+        for group in groups[:2]:
+            await put(buffer, group)
+        blocked = asyncio.create_task(put(buffer, groups[2]))
+        await asyncio.sleep(0.2)
+        assert not blocked.done()
+        assert buffer.get_metrics()["rollout/fully_async/queue_size"] == 2
+        got = [(await buffer.get(current_version=1, some_future_key=2)).group]
+        await blocked
+        got += [(await buffer.get(current_version=version)).group for version in (1, 2)]
+        assert list(map(digest, got)) == list(map(digest, groups))
+        metrics = buffer.get_metrics()
+        assert metrics["rollout/fully_async/max_staleness"] == 1
+        assert metrics["rollout/fully_async/queue_size"] == 0
+        waits = asyncio.create_task(buffer.get(current_version=2))
+        await asyncio.sleep(0.1)
+        waits.cancel()  # miles gives up a wait, and asks again
+        last = made(9, 2)
+        await put(buffer, last)
+        assert digest((await buffer.get(current_version=2)).group) == digest(last)
+
+    try:
+        asyncio.run(run())
+    finally:
+        buffer.close()
+
+
+def test_a_group_that_grew_too_old_goes_to_the_handler(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SETTINGS.replace("max_age = 1000", "max_age = 1\nlookahead = 1")
+    buffer, unused = buffer_of(Loops(home, settings), monkeypatch)
+
+    async def run() -> None:
+        groups = [made(prompt, version) for prompt, version in enumerate((1, 1, 1, 1, 9))]
+        for version in (1, 2, 9):  # the run counts three of miles' versions
+            await asyncio.to_thread(buffer._line.version, version)
+        for group in groups:
+            await put(buffer, group)
+        assert digest((await buffer.get(current_version=9)).group) == digest(groups[-1])
+        while len(unused) < 4:  # a wait that gives up, and notices meanwhile
+            with suppress(TimeoutError):
+                await asyncio.wait_for(buffer.get(current_version=9), 0.3)
+        assert sorted(map(digest, unused)) == sorted(map(digest, groups[:-1]))
+        assert buffer.get_metrics()["rollout/fully_async/stale_groups_filtered"] == 4
+
+    try:
+        asyncio.run(run())
+    finally:
+        buffer.close()
+
+
+def test_what_the_door_needs_is_checked_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(theirs, "iter_samples")
+    with pytest.raises(
+        RlbufferError, match=r"needs miles\.rollout\.fully_async_data_buffer\.iter_samples, and this miles"
+    ):
+        door.check()
+
+
+def test_a_second_judge_of_staleness_is_refused(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RlbufferError, match="--max-weight-staleness is 3, and rlbuffer judges"):
+        buffer_of(Loops(home), monkeypatch, max_weight_staleness=3)
