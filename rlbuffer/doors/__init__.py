@@ -2,7 +2,7 @@
 
 A door is a codec (their samples as rollouts, and back) and a seam (their queue, their checkpoint). It checks what it
 needs of the trainer when it is attached, by name and version; without the line the trainer is as it was. Trainers'
-packages are imported when a door is opened. Open first: `trl`.
+packages are imported when a door is opened. Open first: `trl`; `miles` is smaller.
 """
 
 from __future__ import annotations

@@ -131,10 +131,10 @@ def rollout_of(item: Any, reward_key: str | None, version: int) -> Rollout:
 
     first = samples[0]
     reward = first.reward.get(reward_key) if isinstance(first.reward, Mapping) and reward_key else first.reward
-    is_number = isinstance(reward, int | float | np.number) and math.isfinite(reward)
+    scored = float(reward) if isinstance(reward, int | float | np.number) else 0.0
     return Rollout(
         **fields(first),
-        reward=float(reward) if is_number else 0.0,
+        reward=scored if math.isfinite(scored) else 0.0,
         is_truncated=first.status.value == "truncated",
         text=first.response if isinstance(first.response, str) else None,
         further=tuple(TokenSequence(**fields(sample)) for sample in samples[1:]),
@@ -181,7 +181,7 @@ class Line:
         self._writer = buffer.writer(f"miles-{os.getpid()}")
         self._stream = buffer.stream(timeout_seconds=WAIT_SECONDS)
         place = start * batch
-        self._stream.resume(Stream.BEGINNING | {"reader": dict(Stream.BEGINNING["reader"]) | {"step": place}})
+        self._stream.resume({**Stream.BEGINNING, "reader": {**Stream.BEGINNING["reader"], "step": place}})
         self._store = buffer.store
         self._labels: dict[int, int] = {}
         """miles' weight version -> the run's."""
