@@ -2,7 +2,7 @@
 turns otherwise later on has a sequence for each.
 
 They are in no environment of this project, since they bring much: ``pip install litellm smolagents inspect-ai langgraph
-langchain-openai`` beside rlbuffer. Each is skipped where it is missing.
+langchain-openai openenv`` beside rlbuffer. Each is skipped where it is missing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,3 +146,27 @@ def test_what_a_harness_heard_is_trained_as_the_engine_sampled_it(
     assert len(rollout.sequences) == sequences
     assert trained_samples(rollout) == engine_samples(stage.engine)
     assert len(rollout.metadata["calls"]) >= 2
+
+
+def test_openenvs_validator_finds_nothing_in_what_is_trained(stage: Stage) -> None:
+    validate = pytest.importorskip("openenv.core.harness.capture.validate", reason="needs openenv")
+    agent = stage.agent()
+    agent.post(CALL)
+    agent.ask(CALL)
+    agent.result("a plant")
+    agent.go_on()
+    agent.ask(SAID)
+    agent.end(reward=1.0)
+    (rollout,) = stage.rollouts()
+    for sample in stage.engine.samples:
+        found = validate.check_turn(sample.prompt, sample.tokens, [float(value) for value in sample.logprobs])
+        assert found.ok, found.text()
+    for sequence in rollout.sequences:
+        shown = SimpleNamespace(
+            input_ids=sequence.tokens.tolist(),
+            loss_mask=sequence.loss_mask.astype(int).tolist(),
+            logprobs=sequence.logprobs.tolist(),
+            prompt_len=int(sequence.loss_mask.argmax()),
+        )
+        found = validate.check_sequence(shown)
+        assert found.ok, found.text()
