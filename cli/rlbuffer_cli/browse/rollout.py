@@ -106,7 +106,10 @@ class OneRollout(Look):
             group, origin = self.detail.view, texts.origin(rollout)
             through = lens(group, drawn, NAMES[self.number - 1], column=self.column, origin=origin, kept=kept)
             tokens.kind = self.looking.colours
+            follows = self.follows()
             tokens.put(drawn, through, texts)
+            if follows:
+                tokens.action_last()
             text.put(said_lines(rollout, texts) if is_text else [])
             self.query_one("#legend", Static).update(legend_of(through, self.number, tokens.kind))
         self.show_facts()
@@ -133,7 +136,14 @@ class OneRollout(Look):
         return rollout_record(self.member, self.detail.view) if self.member and self.detail else None
 
     def at_top(self) -> bool:
-        return self.query_one(Tokens).cursor == 0 and not any(pane.scroll_y for pane in self.query(Prose))
+        is_at_edge = self.query_one(Tokens).cursor == 0 or self.follows()
+        return is_at_edge and not any(pane.scroll_y for pane in self.query(Prose))
+
+    def follows(self) -> bool:
+        """The cursor is at the end of what an agent is at work on: it stays there as calls come."""
+        tokens = self.query_one(Tokens)
+        is_underway = self.member is not None and self.member.underway is not None
+        return is_underway and 0 < tokens.cursor == tokens.count() - 1
 
     def action_lens(self, number: int) -> None:
         """Looks through another lens; the last has one further column after the other."""

@@ -247,6 +247,15 @@ def test_an_open_rollout_is_shown_by_its_calls_as_they_come(
         await person.press("l")
         await asyncio.to_thread(agent.ask, "say three", tools=TOOLS)
         await person.sees("4 calls", "call 4 · assistant")
+        await person.press("G")
+        await asyncio.to_thread(agent.ask, "say four", tools=TOOLS)
+        await person.sees("5 calls", "[live] rollout")
+
+        def is_at_the_end(shown: str) -> bool:
+            at, count = re.findall(r"TOKEN +([\d,]+) of ([\d,]+)", shown)[0]
+            return int(at.replace(",", "")) == int(count.replace(",", "")) - 1
+
+        await person.until(is_at_the_end, "the last token under the cursor")
         await asyncio.to_thread(agent.end, reward=0.25)
         await person.sees("reward 0.250", "pushed ")
 
