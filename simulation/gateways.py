@@ -24,6 +24,7 @@ from rlbuffer.errors import (
     PushFailed,
     RlbufferError,
     RunGone,
+    ServerFull,
     TicketGone,
 )
 from rlbuffer.records.failure import Failure
@@ -81,7 +82,12 @@ class Gateway:
             planned_size=waiting.size,
             metadata={"by": self.process.name},
         )
-        self.store.push_rollouts(waiting, group)
+        try:
+            self.store.push_rollouts(waiting, group)
+        except ServerFull:
+            self.world.scheduler.wait(self.world.dice.uniform(0.0, 1.0))  # another one may push it meanwhile
+            self.store.drop_calls(waiting, "full")
+            raise
 
     def _rollout_of(self, waiting: WaitingGroup, index: int) -> Rollout:
         """One sequence of all calls: what they share is not what is looked at here."""

@@ -248,6 +248,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _opened("call-leaves-the-ticket", "call", "redis.call('ZADD', tickets_key, 'XX', ", "tostring("),
     _opened("call-refused-for-memory", "call", "#!lua flags=allow-oom", "#!lua", full=True),
+    _opened("drop-of-what-is-pushed", "end", "if known[1] ~= 'ended' then return", "if false then return", full=True),
     _opened("end-takes-another", "end", "if known[1] ~= 'open' then", "if false then"),
     _opened("end-before-the-others", "end", "<= 0 then", "<= 1 then"),
     _opened("end-before-its-deadline", "end", "if till > now then return {'OPEN'} end", "", "stops"),

@@ -8,7 +8,7 @@ Beside it stands what agents have heard: that must be in the rollout for as long
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rlbuffer.store.open_rollouts import OpenCall
@@ -28,6 +28,8 @@ class OpenedRollout:
 
     fields: dict[bytes, bytes]
     deadline: int
+    dropped: list[int] = field(default_factory=list)
+    """Samples that it lost for want of memory: a gateway that had read them before may still push them."""
 
     @property
     def state(self) -> bytes:
@@ -35,6 +37,11 @@ class OpenedRollout:
 
     def call(self, number: bytes) -> bytes:
         return self.fields.get(b"c:" + number, b"")
+
+    def samples(self) -> list[int]:
+        """The samples of its calls."""
+        numbers = range(1, 1 + int(self.fields[b"calls"]))
+        return [sample for number in numbers for sample in samples_of(self.call(b"%d" % number), number)]
 
     def has(self, number: bytes, call_id: bytes) -> bool:
         """Its call with that number is the one with that id, or any where none is asked for."""
@@ -195,6 +202,16 @@ class Opened:
             return [b"GONE"]
         if rollout is None or (action == b"end" and word not in (b"", rollout.fields[b"capability"])):
             return [b"UNKNOWN"]
+        if action == b"drop":
+            if rollout.state != b"ended":
+                return [b"OPEN"]
+            its = rollout.fields
+            rollout.dropped += rollout.samples()
+            rollout.fields = {name: its[name] for name in (b"state", b"idle", *KEPT) if name in its} | {
+                b"dropped": word
+            }
+            self.heard = {place: sample for place, sample in self.heard.items() if place[0] != name.decode()}
+            return [b"OK"]
         if rollout.state != b"open":
             stands = rollout.fields.get(b"end", b"")
             return [b"SAME"] if stands == end else [b"OTHER", stands]
@@ -282,13 +299,9 @@ class Opened:
             name = f"{group}/{index}"
             its = payload.decode_rollout(fields[b"%d" % index])
             pushed = [int(token) for token in its.tokens[its.loss_mask] if token >= FIRST_SAMPLE]
-            recorded = [
-                sample
-                for number in range(1, 1 + int(rollout.fields[b"calls"]))
-                for sample in samples_of(rollout.call(b"%d" % number), number)
-            ]
+            recorded = rollout.samples()
             failures += its.failure is not None
-            if sorted(pushed) != sorted(recorded) or len(set(pushed)) != len(pushed):
+            if sorted(pushed) not in (sorted(recorded), sorted(rollout.dropped)) or len(set(pushed)) != len(pushed):
                 self.fail("I14", f"{name} is pushed with samples {pushed}, recorded were {recorded}")
             lost = {sample for (heard, _), sample in self.heard.items() if heard == name} - set(pushed)
             if lost:
@@ -367,7 +380,7 @@ class Opened:
         tickets = self.server.find(keys[{"BEGIN": 5, "CALL": 3, "END": 6}[name]])
         after, expected = dict(tickets.scores) if tickets else {}, dict(self._tickets_before)
         number = args[{"BEGIN": 3, "CALL": 4, "END": 5}[name]]
-        if reply[0] == b"OK" and number in expected:
+        if reply[0] == b"OK" and number in expected and args[0] != b"drop":
             idle = self.opened[self._groups_of(name, args)[0]].rollouts[0].fields[b"idle"]
             expected[number] = self._now() + int(idle) + int(args[{"BEGIN": 5, "CALL": 5, "END": 6}[name]])
         if after != expected:

@@ -80,17 +80,20 @@ class Opening:
         return begun
 
     def _of_ticket(self, ticket: Ticket) -> Begun | None:
-        with self._lock:
-            if self._is_left:
-                return None
+        if self._wait_is_over(None):
+            return None
         begun = self._store.begin(
             self._key, ticket, size=self._size, about=self._about, idle_seconds=self._idle_seconds
         )
-        with self._lock:
-            self._begun, is_left = begun, self._is_left
-        if is_left:
+        if self._wait_is_over(begun):
             self._end()
         return begun
+
+    def _wait_is_over(self, begun: Begun | None) -> bool:
+        """Nobody waits any more for what is begun."""
+        with self._lock:
+            self._begun = begun
+            return self._is_left
 
     def leave(self) -> None:
         """Nobody waits any more: nothing is begun from now on, and what was is ended."""

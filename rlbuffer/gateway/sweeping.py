@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import InvalidRollout, OpenRolloutUnknown, RlbufferError
+from rlbuffer.errors import InvalidRollout, OpenRolloutUnknown, RlbufferError, ServerFull
 from rlbuffer.gateway.rollouts import STALE, by_size, checked_about, group_of, rollout_of
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.failure import Failure
@@ -32,6 +33,10 @@ LONGEST_GRACE_SECONDS = 60.0
 LONGEST_GAP_SECONDS = 10.0
 """A look at the server that comes later than so long after the one before was held up: others were, too."""
 GROUPS_PER_SWEEP = 16
+FULL_SECONDS = 180.0
+"""For so long a server may be full, and nothing on it can make room, before a group that waits loses its calls."""
+NEXT_SECONDS = 10.0
+"""Seconds until the next one does, where that was not enough."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 """Pause before a group that could not be pushed is tried again; doubled each time."""
 _log = logging.getLogger(__name__)
@@ -83,6 +88,8 @@ class Sweeper:
         """Groups of which this gateway ended a rollout: pushed at once."""
         self._seen: dict[str, float] = {}
         """Group that waits -> monotonic time when it was seen first."""
+        self._full_since = math.inf
+        """Monotonic: since then every push was refused for memory."""
         self._later: dict[str, tuple[float, float]] = {}
         """Group that could not be pushed -> monotonic time of the next try, and the pause before the one after it."""
         self.stuck_because = ""
@@ -159,6 +166,7 @@ class Sweeper:
         self._later = {group: at for group, at in self._later.items() if group in known}
         now = time.monotonic()
         self._seen = {group: self._seen.get(group, now) for group in known}
+        is_full = has_room = False
         for group in waiting:
             at, pause = self._later.get(group.group_id, (0.0, FIRST_PAUSE_SECONDS))
             is_fresh = now - self._seen[group.group_id] < OTHERS_SECONDS
@@ -168,15 +176,38 @@ class Sweeper:
                 pushed = await in_thread(partial(self._push, group))
             except Exception as error:
                 told = str(error) if isinstance(error, RlbufferError) else type(error).__name__
+                is_full = is_full or isinstance(error, ServerFull)
                 if group.group_id not in self._later:
                     _log.warning("group %s cannot be pushed, and is tried again: %s", group.group_id, told)
                 self.stuck_because = told
                 self._later[group.group_id] = now + pause, min(2 * pause, LONGEST_PAUSE_SECONDS)
                 continue
+            has_room = True
             self._later.pop(group.group_id, None)
             self._own.discard(group.group_id)
             if pushed is not None:
                 self._noted(pushed)
+        if has_room or not waiting:
+            self._full_since = math.inf
+        elif is_full:
+            self._full_since = min(self._full_since, now)
+        is_stuck = is_full and now - self._full_since > FULL_SECONDS
+        if is_stuck and await in_thread(partial(self._make_room, waiting)):
+            self._full_since = now - FULL_SECONDS + NEXT_SECONDS
+
+    def _make_room(self, waiting: Sequence[WaitingGroup]) -> bool:
+        """The largest group that waits loses its calls: a push needs room beside them, and nothing else makes any.
+
+        -> whether one has.
+        """
+        largest = max(waiting, key=lambda group: group.bytes)
+        if not largest.bytes or self._store.can_make_room():
+            return False
+        why = f"the server was full for {FULL_SECONDS:g} s, and nothing on it could make room"
+        self._store.drop_calls(largest, why)
+        _log.warning("group %s is not trained, and its %d bytes are dropped: %s", largest.group_id, largest.bytes, why)
+        self._later.pop(largest.group_id, None)
+        return True
 
     def _push(self, waiting: WaitingGroup) -> Group | None:
         """Pushes a group. -> it, where this gateway was the first."""
@@ -204,6 +235,8 @@ class Sweeper:
 
     def _rollout(self, waiting: WaitingGroup, one: OpenRollout, version: int) -> Rollout:
         """A rollout that can be pushed, whatever the server has of it."""
+        if one.dropped:
+            return _failed(one, Failure("server_full", one.dropped), version)
         end = one.end or End(failure=Failure("damaged", "its end cannot be read"))
         if waiting.is_void and end.failure is None:
             end = End(failure=STALE, details=end.details)

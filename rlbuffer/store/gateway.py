@@ -63,6 +63,8 @@ MOST_KEY = 512
 """Characters of a caller's key."""
 SAMPLING_SHARE = 0.9
 """Share of maxmemory from which nothing is sampled: what is open must still be recorded and pushed."""
+LOOKED_AT_SHARE = 0.5
+"""Share of maxmemory from which it matters how large the groups are that wait."""
 SHARE_SECONDS = 1.0
 """For so long the answer of the server about its memory counts."""
 ABANDONED = "abandoned"
@@ -158,14 +160,22 @@ class GatewayStore(WorkerStore):
         )
 
     def may_sample(self) -> bool:
-        """False while the server's memory is nearly full: then nothing must be sampled, because what is open needs the
-        rest. Asks the server at most once a second."""
+        """False while the server's memory is nearly full, or has no room for the push of a group that waits: then
+        nothing must be sampled, because what is open needs the rest. Asks the server at most once a second."""
         if time.monotonic() - self._asked_at > SHARE_SECONDS:
             facts = self.server()
-            limit = facts["maxmemory"]
-            self._has_room = not limit or facts["used_memory"] < SAMPLING_SHARE * limit
+            limit, used = facts["maxmemory"], facts["used_memory"]
+            self._has_room = not limit or used < SAMPLING_SHARE * limit
+            if limit and self._has_room and used > LOOKED_AT_SHARE * limit:
+                largest = max((group.bytes for group in self.waiting()), default=0)
+                self._has_room = used + largest < limit
             self._asked_at = time.monotonic()
         return self._has_room
+
+    def can_make_room(self) -> bool:
+        """Something is pending or committed, and leaves the server once it is trained: a full server has room then."""
+        pending = self.look(lambda client: client.xlen(self.keys.pool))
+        return bool(pending) or self.meta().step > self.trainer().trained
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
@@ -303,6 +313,12 @@ class GatewayStore(WorkerStore):
             for name in map(text, [*late, *off])
             if text(self._end("expire", name, end, _LONGEST_IDLE_MS)[0]) == "OK"
         ]
+
+    def drop_calls(self, waiting: WaitingGroup, why: str) -> None:
+        """The calls of a group that waits go, so that the server has room: it is pushed as failures. `why` is kept of
+        each (`OpenRollout.dropped`). Works at the memory limit. What is pushed meanwhile stays as it is."""
+        for name in waiting.names:
+            self._end("drop", name, End(), why)
 
     def _end(self, action: str, name: str, end: End, word: str | int) -> list[Any]:
         keys, group = self.keys, name.rpartition("/")[0]

@@ -46,8 +46,10 @@ MOST_CALL_BYTES = 256 << 20
 CALLS_PER_READ = 64
 """Calls that are read in one round trip."""
 _CAPABILITY = re.compile(r"(?P<group>[A-Za-z0-9_.:-]{3,128})\.(?P<index>[0-9]{1,3})\.(?P<secret>[A-Za-z0-9_-]{43})\Z")
-_SMALL = ("state", "capability", "epoch", "begun", "heard", "calls", "sequences", "bytes", "tokens", "oldest", "end")
+_KEPT = ("state", "capability", "epoch", "begun", "heard", "calls", "sequences", "bytes", "tokens", "oldest", "end")
 """Fields of an open rollout that stay when it is pushed."""
+_SMALL = (*_KEPT, "dropped")
+"""Fields of an open rollout that are read with it."""
 
 
 class OpenState(StrEnum):
@@ -180,6 +182,8 @@ class OpenRollout:
     """Server ms when it ends as abandoned if nothing more is heard; 0 where it has ended."""
     end: End | None
     """How it ended; None while it is open, and where that cannot be read."""
+    dropped: str = ""
+    """Why its calls are gone: the server was full; "" where they are there."""
     is_void: bool
     """The run has gone into another line of versions since it was begun: what it sampled cannot be trained."""
 
@@ -282,6 +286,16 @@ class WaitingGroup:
     is_void: bool
     """It was begun in another line of versions: it can only be pushed as failures."""
     rollouts: tuple[OpenRollout, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its open rollouts."""
+        return names_of(self.group_id, self.size)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its calls that are there."""
+        return sum(its.bytes for its in self.rollouts if not its.dropped)
 
     @property
     def env(self) -> str:
@@ -492,6 +506,7 @@ def rollout_of(name: str, fields: Sequence[bytes | None], deadline: Any, line: i
         heard_ms=whole("heard"),
         deadline_ms=0 if deadline is None else int(deadline),
         end=end_of(known.get("end")),
+        dropped=text(known.get("dropped") or b""),
         is_void=whole("epoch") < line,
     )
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from gateway_stage import TOOLS, Stage, engine_samples, trained_samples
 from own_server import OwnServer
 
 from rlbuffer.errors import ConfigError, ServerUnreachable
-from rlbuffer.gateway import answering, service
+from rlbuffer.gateway import answering, service, sweeping
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.gateway import GatewayStore
@@ -1108,6 +1109,33 @@ def test_a_full_server_refuses_sampling_and_keeps_what_was_sampled(
     agent.end()
     (rollout,) = stage.rollouts()
     assert trained_samples(rollout) == engine_samples(stage.engine)
+
+
+@pytest.mark.server
+def test_a_server_that_groups_have_filled_gets_room_from_the_largest_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "FULL_SECONDS", 1.0)
+    with OwnServer(tmp_path / "own") as server:
+        stage = Stage(server.url, "r")
+        try:
+            store = stage.first.buffer.store.role(GatewayStore)
+            large, small = stage.agent(), stage.agent()
+            limit = store.server()["used_memory"] + 4_000_000
+            for agent, size in ((large, 6_000_000), (small, 2_000_000)):
+                key = agent.opened["api_key"]
+                one = replace(sampled(5), details={"text": "x" * size})
+                store.record(key, one, request="r", seen=0, history="h", line=store.look_up(key).line)
+            server.ask("CONFIG", "SET", "maxmemory", limit)
+            assert large.end().status_code == small.end().status_code == 200
+            found = {rollout.rollout_id: rollout for rollout in stage.rollouts(2)}
+            assert found[large.name].failure.kind == "server_full"
+            assert (found[small.name].failure, found[small.name].loss_tokens) == (None, 5)
+            server.ask("CONFIG", "SET", "maxmemory", 0)
+            assert stage.buffer.verify().ok
+        finally:
+            server.ask("CONFIG", "SET", "maxmemory", 0)
+            stage.close()
 
 
 def test_many_calls_at_once_wait_for_no_other_and_hold_up_no_heartbeat(stage: Stage) -> None:

@@ -589,3 +589,51 @@ def test_at_the_memory_limit_nothing_is_begun_and_what_is_open_is_recorded_and_e
         assert full.push_rollouts(waiting, group_of(waiting))[0] == "stored"
         assert run.store.verify().ok
         run.close()
+
+
+@pytest.mark.server
+def test_a_group_gives_up_its_calls_at_the_memory_limit_and_can_be_pushed_then(tmp_path: Path) -> None:
+    with OwnServer(tmp_path / "own") as server:
+        run = Run(server.url, tmp_path)
+        begun, other = begin(run), begin(run)
+        large = dataclasses.replace(call(5), details={"text": "x" * 3_000_000})
+        assert record(run.store, begun.capabilities[0], large, "r").is_new
+        assert record(run.store, other.capabilities[0], call(6), "r").is_new
+        waiting, still_open = end_all(run, begun), run.store.look_up(other.capabilities[0]).rollout
+        run.client.config_set("maxmemory", run.client.info("memory")["used_memory"] - 1_000_000)
+        full = run.again()
+        with pytest.raises(ServerFull):
+            full.push_rollouts(waiting, group_of(waiting))
+        assert not full.can_make_room()
+        full.drop_calls(waiting, "no room")
+        full.drop_calls(waiting, "no room")  # whoever comes later changes nothing
+        (dropped,) = full.waiting()
+        assert [its.dropped for its in dropped.rollouts] == ["no room"] * 2
+        assert [its.end for its in dropped.rollouts] == [its.end for its in waiting.rollouts]
+        assert full.read_calls(begun.names[0]) == []
+        assert full.push_rollouts(dropped, group_of(dropped))[0] == "stored"
+        assert full.can_make_room()
+        assert run.store.end(begun.capabilities[0], End(reward=0.0)) == "same"
+        full.drop_calls(dropped, "too late")
+        full._end("drop", still_open.name, End(), "not ended")
+        assert run.store.read_calls(other.names[0])[0].tokens.tolist() == [6]
+        assert run.store.look_up(begun.capabilities[0]).rollout.state == OpenState.PUSHED
+        assert run.store.verify().ok
+        run.close()
+
+
+@pytest.mark.server
+def test_nothing_is_sampled_where_a_group_that_waits_would_not_fit(tmp_path: Path) -> None:
+    with OwnServer(tmp_path / "own") as server:
+        run = Run(server.url, tmp_path)
+        begun = begin(run)
+        large = dataclasses.replace(call(5), details={"text": "x" * 8_000_000})
+        assert record(run.store, begun.capabilities[0], large, "r").is_new
+        used = run.client.info("memory")["used_memory"]
+        run.client.config_set("maxmemory", used + 4_000_000)
+        assert run.again().may_sample()
+        end_all(run, begun)
+        assert not run.again().may_sample()
+        run.client.config_set("maxmemory", used + 16_000_000)
+        assert run.again().may_sample()
+        run.close()
