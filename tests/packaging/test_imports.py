@@ -8,6 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 LIST = "import sys; print('\\n'.join(sorted(sys.modules)))"
 
 
@@ -41,9 +43,16 @@ def test_the_public_package_itself_loads_nothing_and_made_groups_need_no_server(
     assert loaded_after("import rlbuffer.testing") & {"pytest", "fakeredis", "redis", "torch"} == set()
 
 
-def test_a_health_check_that_finds_everything_well_loads_no_settings_and_no_numpy(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("who", "field"),
+    [("worker vcopy", "workers vcopy"), ("gateway-1", "gateways gateway-1"), ("batcher", "batchers leader")],
+)
+def test_a_health_check_that_finds_everything_well_loads_no_settings_and_no_numpy(
+    tmp_path: Path, who: str, field: str
+) -> None:
     """It is asked every few seconds, on every host. The stand-in that answers here says what a server would."""
     beat = b"990000 \x81\xa1a\x01"
+    asked_for: list[str] = []
     replies = {b"HGET": b"$%d\r\n%s\r\n" % (len(beat), beat), b"TIME": b"*2\r\n$4\r\n1000\r\n$1\r\n0\r\n"}
 
     class Answers(socketserver.StreamRequestHandler):
@@ -52,6 +61,8 @@ def test_a_health_check_that_finds_everything_well_loads_no_settings_and_no_nump
                 words = []
                 for _ in range(int(head[1:])):
                     words.append(self.rfile.read(int(self.rfile.readline()[1:]) + 2)[:-2])
+                if words[0].upper() == b"HGET":
+                    asked_for.append(" ".join(word.decode().rpartition(":")[2] for word in words[1:]))
                 self.wfile.write(replies.get(words[0].upper(), b"-ERR unknown command\r\n"))
 
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers) as server:
@@ -59,11 +70,12 @@ def test_a_health_check_that_finds_everything_well_loads_no_settings_and_no_nump
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         url = f"redis://127.0.0.1:{server.server_address[1]}"
-        asked = ["alive", "worker", "vcopy", "--redis", url, "--run", "m", "--within", "30"]
+        asked = ["alive", *who.split(), "--redis", url, "--run", "m", "--within", "30"]
         try:
             loaded = loaded_after(f"from rlbuffer_cli.main import main; assert main({asked}) == 0", tmp_path)
         finally:
             server.shutdown()
             thread.join()
+    assert asked_for == [field]
     assert "redis" in loaded
     assert loaded & {"numpy", "pydantic", "torch", "rich"} == set()
