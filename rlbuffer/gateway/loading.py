@@ -27,6 +27,7 @@ from rlbuffer.process.threads import in_thread
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.weights.cache import VersionCache
+from rlbuffer.weights.layout import is_adapter
 from rlbuffer.worker.samplers.base import Opened, opened, seeds_of
 from rlbuffer.worker.samplers.endpoint import Endpoint
 
@@ -139,6 +140,11 @@ class Loader:
         except WeightsError:
             await asyncio.to_thread(self._cache.recheck, policy)
             raise
+        if is_adapter(self._opened.directory):
+            raise ConfigError(
+                f"policy version {policy.version} is a LoRA adapter, and agents are answered by whole weights alone: "
+                "the engines would sample from the adapter's base model. Train without trainer.lora"
+            )
         loads = [self._load(endpoint, policy, self._opened) for endpoint in behind]
         for error in await asyncio.gather(*loads, return_exceptions=True):
             if error is not None:

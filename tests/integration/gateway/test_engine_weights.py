@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_versions import adapters
 from fake_engine import FakeEngine
 from weights_places import place
 
@@ -18,6 +19,7 @@ from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import ModelSettings, RunSettings
 from rlbuffer.gateway.loading import Loader, loads_weights
 from rlbuffer.gateway.pulse import Pulse
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Trouble
 from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.weights.cache import VersionCache
@@ -103,13 +105,19 @@ def test_weights_are_somebody_elses_where_a_worker_loads_them_or_they_have_no_fi
     asyncio.run(play())
 
 
-def test_weights_that_cannot_be_read_are_something_to_cure_at_the_gateway(
-    redis_url: str, run_name: str, tmp_path: Path, engines: list[FakeEngine]
+@pytest.mark.parametrize("wrong", ["nowhere", "LoRA adapter"])
+def test_weights_that_cannot_be_served_are_something_to_cure_at_the_gateway(
+    redis_url: str, run_name: str, tmp_path: Path, engines: list[FakeEngine], wrong: str
 ) -> None:
+    if wrong == "nowhere":
+        made = PolicyVersion(version=0, location=str(tmp_path / "nowhere"), size=1, checksum="0" * 64)
+    else:
+        _, (made,) = adapters(tmp_path / "weights", 1)
+
     async def play() -> None:
         with connect(redis_url, run=run_name) as buffer, buffer.reader(timeout_seconds=60) as reader:
             reader.start()
-            buffer.policy.announce(1, location=str(tmp_path / "nowhere"), size=1, checksum="0" * 64)
+            reader.announce(made)
             store = buffer.store.role(GatewayStore)
             cache = VersionCache.of(RunSettings(run=run_name, home=tmp_path))
             pulse = Pulse(store, "gateway")
@@ -120,7 +128,8 @@ def test_weights_that_cannot_be_read_are_something_to_cure_at_the_gateway(
                 await until(lambda: store.heartbeats("gateway").get("gateway", {}).get("problems"))
                 (problem,) = read_run_state(store).problems
                 assert (problem.kind, problem.worker) == (Trouble.GATEWAY_STUCK, "gateway")
-                assert "nowhere" in str(problem)
+                assert wrong in str(problem)
+                assert engines[0].loads == []
             finally:
                 await asyncio.to_thread(pulse.close)
                 await pulse.loader.close()
