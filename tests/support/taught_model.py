@@ -5,6 +5,7 @@ Imports torch and transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ TEMPLATE = """{%- if tools or messages[0].role == 'system' -%}<|im_start|>system
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% endif -%}"""
 STEPS, MOST_LOSS = 1000, 0.006
+GUESSED_LOSS = 0.06
+"""A guess is one of 33 tokens, and its entropy is 1.6 nats: all digits are as likely."""
 OTHERWISE = 0.004
 """Deviation of the noise by which a version differs from what was taught, in every weight."""
 
@@ -74,8 +77,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def taught(words: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """A model that says what stands in the conversations, with a probability of more than nine tenths."""
+def taught(
+    words: PreTrainedTokenizerFast,
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    tools: Sequence[Any] = CHAT_TOOLS,
+    *,
+    most_loss: float = MOST_LOSS,
+) -> PreTrainedModel:
+    """A model that says what stands in the conversations, as often as it stands there."""
     torch.manual_seed(0)
     config = {
         "model_type": "qwen3",
@@ -94,26 +103,30 @@ def taught(words: PreTrainedTokenizerFast) -> PreTrainedModel:
     }
     model = model_from_config(config).train()
     rows = []
-    for messages in _conversations():
-        whole = words.apply_chat_template(messages, tools=CHAT_TOOLS, return_dict=False)
+    for messages in conversations:
+        whole = words.apply_chat_template(messages, tools=tools, return_dict=False)
         labels = [-100] * len(whole)
         for j, message in enumerate(messages):
             if message["role"] == "assistant":
                 head = words.apply_chat_template(
-                    messages[:j], tools=CHAT_TOOLS, add_generation_prompt=True, return_dict=False
+                    messages[:j], tools=tools, add_generation_prompt=True, return_dict=False
                 )
-                both = words.apply_chat_template(messages[: j + 1], tools=CHAT_TOOLS, return_dict=False)
+                both = words.apply_chat_template(messages[: j + 1], tools=tools, return_dict=False)
                 end = max(place for place, token in enumerate(both) if token == words.eos_token_id) + 1
                 labels[len(head) : end] = whole[len(head) : end]
-        rows.append((torch.tensor([whole]), torch.tensor([labels])))
+        rows.append((whole, labels))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    longest = max(len(ids) for ids, _ in rows)
+    batch = {"input_ids": [ids + [0] * (longest - len(ids)) for ids, _ in rows]}
+    batch["labels"] = [labels + [-100] * (longest - len(labels)) for _, labels in rows]
+    batch["attention_mask"] = [[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in rows]
+    tensors = {name: torch.tensor(values) for name, values in batch.items()}
     for _ in range(STEPS):
-        losses = [model(input_ids=ids, labels=labels).loss for ids, labels in rows]
-        loss = torch.stack(losses).mean()
+        loss = model(**tensors).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if float(loss.detach()) < MOST_LOSS:
+        if float(loss.detach()) < most_loss:
             return model.eval()
     raise AssertionError(f"the model has learned nothing: loss {float(loss.detach()):.3f}")
 
@@ -121,7 +134,7 @@ def taught(words: PreTrainedTokenizerFast) -> PreTrainedModel:
 def taught_versions(directory: Path, count: int) -> tuple[list[PreTrainedModel], list[PolicyVersion], Path]:
     """Versions of a taught model, published, and a folder of the last one with its tokenizer, to serve from."""
     words = tokenizer()
-    made = [taught(words)]
+    made = [taught(words, _conversations())]
     for _ in range(count - 1):
         following = model_from_config(config_of(made[0])).eval()
         following.load_state_dict(
@@ -137,3 +150,28 @@ def taught_versions(directory: Path, count: int) -> tuple[list[PreTrainedModel],
     made[-1].save_pretrained(served)
     words.save_pretrained(served)
     return made, published, served
+
+
+DIGITS = 5
+"""Digits of the harness in docs/examples."""
+
+
+def guessing_model(directory: Path) -> Path:
+    """A model in a folder that asks a tool for a digit, and then says any."""
+    tool = {"type": "function", "function": {"name": "digit", "parameters": {"type": "object", "properties": {}}}}
+    call = {"type": "function", "function": {"name": "digit", "arguments": {}}}
+    said = [
+        [
+            {"role": "user", "content": "Say a larger digit."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": str(digit)},
+            {"role": "assistant", "content": str(said)},
+        ]
+        for digit in range(DIGITS - 1)
+        for said in range(DIGITS)
+    ]
+    words = tokenizer()
+    torch.manual_seed(0)
+    taught(words, said, [tool], most_loss=GUESSED_LOSS).save_pretrained(directory)
+    words.save_pretrained(directory)
+    return directory
