@@ -359,6 +359,9 @@ class Endpoint:
                 # a server that died refuses the second connection.
                 await asyncio.sleep(AGAIN_SECONDS)
                 return await ask()
+        except httpx.ConnectTimeout as error:
+            reason = f"no connection within {CONNECT_SECONDS:g} s"
+            raise SamplerUnavailable(f"{self.url}{path} cannot be reached: {reason}") from error
         except httpx.TimeoutException as error:
             raise SamplerUnavailable(f"{self.url}{path} did not answer within {seconds:g} s") from error
         except httpx.HTTPError as error:

@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rlbuffer.errors import ConfigError, RequestFailed, RlbufferError, SamplerUn
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.shapes import names_and_shapes
-from rlbuffer.worker.samplers import Sampling, make_sampler
+from rlbuffer.worker.samplers import Sampling, endpoint, make_sampler
 from rlbuffer.worker.samplers.decoding import Decoder
 from rlbuffer.worker.samplers.endpoint import GENERATE, Endpoint
 from rlbuffer.worker.samplers.openai import OpenAIOptions, OpenAISampler
@@ -205,6 +206,26 @@ def test_a_server_that_closes_every_connection_is_named(tmp_path: Path) -> None:
     with Server(None, answers_per_connection=0) as server, pytest.raises(SamplerUnavailable, match=server.url):
         sampled(tmp_path, 0, servers=server.url)
     assert server.asked == ["/v1/models", "/v1/models"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a full queue does differs elsewhere")
+def test_a_server_that_takes_no_connection_is_told_from_one_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "CONNECT_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as waiting:
+        for _ in range(2):  # they fill its queue
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+
+        async def ask() -> None:
+            served = Endpoint(f"http://127.0.0.1:{full.getsockname()[1]}", timeout_seconds=60.0)
+            try:
+                await served.call("GET", "/version", seconds=60.0)
+            finally:
+                await served.close()
+
+        with pytest.raises(SamplerUnavailable, match=r"cannot be reached: no connection within 0\.3 s"):
+            asyncio.run(ask())
 
 
 def test_a_server_that_was_started_without_the_endpoint_is_refused(tmp_path: Path) -> None:
