@@ -15,6 +15,7 @@ Source: TRL 1.16.0, experimental/async_grpo/async_grpo_trainer.py and async_roll
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import importlib.metadata
@@ -52,7 +53,9 @@ TICKET_SECONDS = 20.0
 """Time for which a prompt stays out without renewal: a rollout process that is killed is made up for after that."""
 RENEW_SECONDS = 4.0
 ASK_SECONDS = 0.05
-"""Pause between two asks for a ticket. The rollout loop stands still meanwhile: it asks inside its event loop."""
+"""Pause between two asks for a ticket, while the rollout loop wants one."""
+ROUND_TRIP_SECONDS = 0.05
+"""The rollout loop waits for an answer at most so long, and only where the last answer was a ticket."""
 MOST_METRICS = 4096
 """Metrics of the rollout process that wait for TRL's log, as in TRL."""
 QUEUED_SAMPLES = 8
@@ -82,6 +85,7 @@ NEEDED = (
     Needed("AsyncRolloutWorker", "_loop_cls", "the class of the rollout loop"),
     Needed("AsyncRolloutWorker", "_process", "which is started again when it was killed"),
     Needed("_AsyncRolloutLoop", "_repeat_iterator", "where the loop takes its prompts"),
+    Needed("_AsyncRolloutLoop", "_generate_loop", "which looks whether it shall stop before it takes one"),
     Needed("_AsyncRolloutLoop", "_score_group", "where a group is whole and scored"),
 )
 
@@ -410,6 +414,7 @@ class TicketLoop:
     _heartbeat_value: Any
     _loop: Any
     _stop_event: Any
+    _groups_to_score: Any
 
     def begin(self, opened: Connect, env: str, parent: int, load: Callable[[PolicyVersion], None] | None) -> None:
         """Connects; `parent` is the process without which this one ends, 0 for none."""
@@ -419,6 +424,13 @@ class TicketLoop:
         self._versions: dict[int, int] = {}
         self._loaded = -1
         self._stops = threading.Event()
+        self._ready: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
+        """A ticket that was taken ahead, for the loop that asks next."""
+        self._wants, self._answered = threading.Event(), threading.Event()
+        self._has_leave = True
+        """The last ask got a ticket: the next one is a matter of a round trip."""
+        self._left = 0
+        """Generations of the last ticket that the loop has not begun yet."""
         calls, stop = self._loop.call_soon_threadsafe, self._stop_event.set
 
         def call(callback: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
@@ -428,10 +440,10 @@ class TicketLoop:
 
         self._loop.call_soon_threadsafe = call
         threading.Thread(target=self._renew, args=(parent,), name="rlbuffer-tickets", daemon=True).start()
+        threading.Thread(target=self._ask, name="rlbuffer-asks", daemon=True).start()
 
     def _renew(self, parent: int) -> None:
-        while True:
-            time.sleep(RENEW_SECONDS)
+        while not self._stops.wait(RENEW_SECONDS):
             if parent and os.getppid() != parent:
                 # The trainer was killed; TRL leaves this process to sample into a queue that nobody reads.
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -441,19 +453,40 @@ class TicketLoop:
                 except RlbufferError as error:
                     _log.warning("tickets cannot be renewed: %s", error)
 
-    def _ticket(self) -> Ticket | None:
-        """The next one; None when the loop shall stop. As many groups are open as the loop's slots take, and as wait
-        to be scored: with fewer it would stand still for good."""
+    def _ask(self) -> None:
+        """Takes a ticket whenever the loop wants one. As many groups are open as the loop's slots take, and as wait to
+        be scored: with fewer it would stand still for good."""
         hold = -(-self.max_inflight_tasks // self.num_generations) + 2 + SCORED_AT_ONCE
         while not self._stops.is_set():
-            try:
+            if not self._wants.wait(RENEW_SECONDS):
+                continue
+            tickets: list[Ticket] = []
+            with suppress(EnvDone):  # the trainer has made its last step, and stops this loop
                 tickets = self._writer.take(self._env, hold=hold, wait=False)
-            except EnvDone:
-                tickets = []  # the trainer has made its last step, and stops this loop
+            self._has_leave = bool(tickets)
             if tickets:
-                return tickets[0]
+                self._wants.clear()
+                self._ready.put(tickets[0])
+            self._answered.set()
+            if not tickets:
+                self._stops.wait(ASK_SECONDS)
+
+    def has_prompt(self) -> bool:
+        """The loop can take a prompt without a wait; else one is asked for."""
+        if self._left or not self._ready.empty():
+            return True
+        self._answered.clear()
+        self._wants.set()
+        if self._has_leave:
+            self._answered.wait(ROUND_TRIP_SECONDS)
+        return not self._ready.empty()
+
+    def _ticket(self) -> Ticket | None:
+        """The next one; None when the loop shall stop."""
+        while not self._stops.is_set():
+            with suppress(queue.Empty):
+                return self._ready.get(timeout=0.0 if self.has_prompt() else ASK_SECONDS)
             self._heartbeat_value.value = time.time()  # the trainer takes a silent loop for one that hangs
-            time.sleep(ASK_SECONDS)
         return None
 
     def repeat(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -469,11 +502,14 @@ class TicketLoop:
                 self._loaded = version.version
             self._out[ticket.number], self._versions[ticket.number] = ticket, max(0, version.version)
             row = self.dataset[ticket.number % len(self.dataset)]
-            for _ in range(self.num_generations):
+            for number in range(self.num_generations):
+                self._left = self.num_generations - number - 1
                 yield ticket.number, row
 
     def push(self, number: int, model_version: int, rollouts: list[list[Any]]) -> None:
         """Pushes the samples of a group, conversation by conversation."""
+        if number not in self._out:
+            return  # what it took when it was about to stop
         version, ticket = self._versions.pop(number), self._out[number]
         if self._load is None:
             # It is announced a moment after it is loaded; the version before makes the group a little older.
@@ -492,6 +528,30 @@ SCORED_AT_ONCE = 16
 """Groups that wait to be scored: TRL's `score_queue_maxsize`."""
 
 
+class StopOrWait:
+    """TRL's stop event, as its generating loop sees it. Before it takes a prompt, the loop looks whether it shall stop:
+    while there is none to take it hears yes, leaves its slot free, and goes on with the answers under way.
+
+    The loop counts what is under way right after it took its prompts, and asks again then: there it hears the truth.
+    """
+
+    def __init__(self, real: Any, loop: TicketLoop) -> None:
+        self._real, self._loop, self._has_counted = real, loop, False
+
+    def counted(self) -> None:
+        """The loop has taken its prompts: until it stands still once, it asks whether to stop."""
+        self._has_counted = True
+        asyncio.get_running_loop().call_soon(self._begins)
+
+    def _begins(self) -> None:
+        self._has_counted = False
+
+    def is_set(self) -> bool:
+        """The loop shall stop, or cannot take a prompt now."""
+        is_about_the_end = self._has_counted or self._loop._groups_to_score.full()
+        return self._real.is_set() or not (is_about_the_end or self._loop.has_prompt())
+
+
 def extended_loop(
     base: Any,
     opened: Connect,
@@ -501,9 +561,25 @@ def extended_loop(
 ) -> Any:
     """An instance of TRL's rollout loop, of the class `base`, that takes tickets and pushes. Made in the process that
     runs it."""
-    asyncio = importlib.import_module("asyncio")
 
     class Loop(base, TicketLoop):  # type: ignore[misc]
+        _stop_or_wait: StopOrWait | None = None
+
+        @property
+        def _inflight(self) -> int:
+            """TRL's own count of the answers under way."""
+            return int(self.__dict__.get("_inflight", 0))
+
+        @_inflight.setter
+        def _inflight(self, count: int) -> None:
+            self.__dict__["_inflight"] = count
+            if self._stop_or_wait is not None:
+                self._stop_or_wait.counted()
+
+        async def _generate_loop(self, stop_event: Any) -> None:
+            self._stop_or_wait = StopOrWait(stop_event, self)
+            await super()._generate_loop(self._stop_or_wait)
+
         def _repeat_iterator(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
             return self.repeat()
 

@@ -3,11 +3,16 @@ tiny model behind the HTTP side of vLLM."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -16,8 +21,12 @@ import pytest
 from homes import Home, a_home
 from trl_runs import TrlRun, check
 
+import rlbuffer
+from rlbuffer.config.settings import ServerSettings
 from rlbuffer.doors import trl as door
 from rlbuffer.errors import RlbufferError
+from rlbuffer.store.operator import OperatorStore
+from rlbuffer.store.session import open_store
 
 if TYPE_CHECKING or find_spec("trl"):
     import trl.experimental.async_grpo.async_rollout_worker as trl
@@ -47,6 +56,25 @@ def test_without_faults_it_trains_what_was_scored_in_its_order(
     assert history == run.scored()[: len(history)]
     assert len(run.lines("trained")) == STEPS
     check(run)
+
+
+def test_without_faults_it_trains_what_trl_alone_trains_to_the_same_loss(home: Home) -> None:
+    """One answer at a time, by an engine whose weights stay: nothing depends on what comes first."""
+    home.environment |= {"TRL_KEEPS_WEIGHTS": "1"}
+    options = ("token_budget=0", "per_device_train_batch_size=4", "max_inflight_tasks=1", "max_staleness=1000")
+    seen: dict[str, tuple[list[object], list[dict[str, float]]]] = {}
+    for mode in ("stock", "door"):
+        run = TrlRun(home, mode=mode, options=options)
+        (trainer,) = run.train(STEPS)
+        assert home.ended(trainer, 300) == 0, home.logs()
+        contents = [line["contents"] for line in run.lines("trained") if line["pid"] == trainer.pid]
+        seen[mode] = contents, run.lines("finished")[-1]["log"]
+        shutil.rmtree(home.path / "out")
+    (stock, losses), (behind, its) = seen["stock"], seen["door"]
+    assert behind == stock
+    assert len(its) == len(losses) >= STEPS
+    for one, other in zip(its, losses, strict=True):
+        assert one == pytest.approx(other, abs=1e-6)
 
 
 def test_a_killed_trainer_and_a_killed_rollout_process_lose_and_repeat_nothing(home: Home) -> None:
@@ -116,6 +144,93 @@ def test_samples_come_back_as_they_were(reward: float) -> None:
         assert repr(made.metrics) == repr(given.metrics)
         assert int(made.group_id) == 7
     assert all(np.isfinite(rollout.reward) for rollout in rollouts)
+
+
+# -- the rollout loop --------------------------------------------------------------------------------------------------
+SLOTS = 4000
+"""So many that some are free while tickets are taken one by one."""
+
+
+class SmallLoop(trl._AsyncRolloutLoop if find_spec("trl") else object):  # type: ignore[misc]
+    """TRL's generating loop, without an engine and rewards: an answer takes a moment."""
+
+    def __init__(self, **given: object) -> None:
+        self.__dict__ |= {
+            "dataset": [{"prompt": [{"role": "user", "content": f"{number}?"}]} for number in range(10)],
+            "num_generations": 2,
+            "max_inflight_tasks": SLOTS,
+            "rollout_buffer": given["rollout_buffer"],
+            "model_version_value": None,
+            "environment_factories": None,
+            "_multi_environment": False,
+            "_env_reward_types": [],
+            "_standalone_tools": [],
+            "_total_completion_tokens": 0,
+            "_heartbeat_value": SimpleNamespace(value=0.0),
+            "_model_version_value": SimpleNamespace(value=0),
+            "_groups_to_score": asyncio.Queue(maxsize=16),
+            "_loop": asyncio.new_event_loop(),
+            "_stop_event": asyncio.Event(),
+            "_push_metrics": lambda metrics: None,
+            "tools": [],
+        }
+
+    async def _generate_one(self, prompt: object, **others: object) -> object:
+        await asyncio.sleep(0.05)
+        return prompt, [1], [None], 0, 0, None
+
+    async def _score_group(self, group: object) -> list[object]:
+        return [sample(length=5 + number, reward=1.0, advantage=0.1) for number in range(2)]
+
+
+def test_answers_under_way_go_on_while_no_ticket_is_to_be_had(home: Home) -> None:
+    file = home.path / "trl.toml"
+    file.write_text('run = "slow"\n\n[batcher]\nfeeds = "stream"\n')
+    home.start("serve", "--config", file, "--display", "plain", log="serve")
+    with home.connect("slow") as buffer, buffer.stream(timeout_seconds=60.0) as stream:
+        stream.resume()
+        stream.version(0)
+        loop = door.extended_loop(SmallLoop, lambda: home.connect("slow"), "slow")
+
+        def turn() -> None:
+            with suppress(asyncio.CancelledError):
+                loop._loop.run_until_complete(loop._run())
+            loop._loop.run_until_complete(loop._loop.shutdown_default_executor())
+            loop._loop.close()
+
+        async def run() -> None:
+            await asyncio.gather(loop._generate_loop(loop._stop_event), score())
+
+        async def score() -> None:
+            while (group := await loop._groups_to_score.get()) is not None:
+                await loop._score_group(group)
+
+        loop._run = run
+        thread = threading.Thread(target=turn)
+        thread.start()
+        operator = open_store(OperatorStore, home.url, run="slow", home=home.path, server=ServerSettings())
+        home.wait_until(lambda: loop._out, seconds=30, why="a ticket")
+        operator.pause("slow")
+        begun = set(loop._out) | {int(its.split(".")[1]) for its in _pushed(buffer)}
+        assert len(begun) < SLOTS // 2, "no slot was free any more"
+        home.wait_until(lambda: len(_pushed(buffer)) >= len(begun), seconds=30, why="what was begun is pushed")
+        operator.resume("slow")
+        operator.close()
+        for taken in islice(stream, len(begun) + 5):  # it goes on
+            stream.trained(taken)
+        loop._loop.call_soon_threadsafe(loop._stop_event.set)
+        thread.join(30)
+        assert not thread.is_alive()
+        home.wait_until(lambda: not _threads_of_the_door(), seconds=10, why="the end of the door's threads")
+        loop._buffer.close()
+
+
+def _threads_of_the_door() -> set[str]:
+    return {thread.name for thread in threading.enumerate()} & {"rlbuffer-tickets", "rlbuffer-asks"}
+
+
+def _pushed(buffer: rlbuffer.Buffer) -> set[str]:
+    return {view.group_id for view in buffer.groups(limit=10_000)}
 
 
 # -- what it refuses ---------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,12 @@ def digest(sample: Any) -> str:
     return found.hexdigest()[:16]
 
 
+def content(sample: Any) -> str:
+    """What is trained of a sample, whichever version has sampled it."""
+    arrays = (sample.input_ids, sample.completion_mask, sample.old_log_probs)
+    return hashlib.sha256(b"".join(its.tobytes() for its in arrays) + repr(sample.advantage).encode()).hexdigest()[:16]
+
+
 def note(kind: str, **fields: Any) -> None:
     with (FOLDER / f"{kind}.jsonl").open("a") as file:
         file.write(json.dumps({"pid": os.getpid(), **fields}) + "\n")
@@ -67,7 +74,12 @@ def reward(prompts: Any, completions: Any, **_: Any) -> list[float | None]:
 class NotingLoop(rollout_worker._AsyncRolloutLoop):
     """The same loop; it writes down what it has scored."""
 
+    _asked = 0
+
     async def _generate_one(self, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("TRL_KEEPS_WEIGHTS"):  # the seeds of its requests, which are drawn, are the same then
+            self._asked += 1
+            random.seed(self._asked)
         made = await super()._generate_one(*args, **kwargs)
         if os.environ.get("TRL_FORKS") and len(made[1]) % 2:  # as if the history had forked: its last token once more
             first = made[2][0]
@@ -93,6 +105,7 @@ class Delivered:
     def __init__(self, real: Any) -> None:
         self._real = real
         self.digests: list[str] = []
+        self.contents: list[str] = []
         self.places: list[list[int]] = []
         """Of each sample behind the door: place of its group in the stream, and its number there."""
 
@@ -102,6 +115,7 @@ class Delivered:
     def get(self, timeout: float) -> Any:
         sample = self._real.get(timeout=timeout)
         self.digests.append(digest(sample))
+        self.contents.append(content(sample))
         if hasattr(sample.group_id, "place"):
             self.places.append([sample.group_id.place, sample.group_id.index])
         return sample
@@ -122,7 +136,7 @@ class Steps(TrainerCallback):
         self._done = 0
         its = slice(self._at, self._at + count)
         places, digests = self._queue.places[its], self._queue.digests[its]
-        note("trained", step=state.global_step, digests=digests, places=places)
+        note("trained", step=state.global_step, digests=digests, contents=self._queue.contents[its], places=places)
         self._at += count
 
 
@@ -173,7 +187,10 @@ def main(mode: str, port: str, steps: str, url: str, run: str, *options: str) ->
     whole = sorted(out.glob("checkpoint-*/trainer_state.json"), key=lambda f: int(f.parent.name.split("-")[1]))
     note("started", resume=whole[-1].parent.name if whole else "", at=time.time())
     trainer.train(resume_from_checkpoint=str(whole[-1].parent) if whole else None)
-    log = [{k: v for k, v in line.items() if k in ("step", "loss", "reward")} for line in trainer.state.log_history]
+    log = [
+        {k: v for k, v in line.items() if k in ("step", "loss", "reward", "grad_norm")}
+        for line in trainer.state.log_history
+    ]
     note("finished", step=trainer.state.global_step, log=log)
 
 
