@@ -331,6 +331,8 @@ ROWS: dict[str, Row] = {
     ),
     "fail": Row(call=lambda store, run: store.fail("a.0/0", Failure("stale")), prepare=_opened, second={LOST: False}),
     "end_abandoned": Row(call=lambda store, run: store.end_abandoned(), prepare=_lapsed, second={LOST: []}),
+    "can_make_room": Row(call=lambda store, run: store.can_make_room(), prepare=_steps),
+    "drop_calls": Row(call=lambda store, run: store.drop_calls(run.store.waiting()[0], "full"), prepare=_waiting),
     "waiting": Row(call=lambda store, run: [waiting.size for waiting in store.waiting()], prepare=_waiting),
     "push_rollouts": Row(call=_push_opened, prepare=_waiting, repeats=False, second={LOST: "stored before"}),
     "forget_open_rollouts": Row(
