@@ -236,6 +236,10 @@ def _lapsed(run: Run) -> None:
     run.client.zadd(run.store.keys.open, {"a.0/0": 1})
 
 
+def _loading(run: Run) -> None:
+    run.store.claim_loading("g", ttl_seconds=60.0)
+
+
 def _waiting(run: Run) -> None:
     _opened(run)
     for i, capability in enumerate(_capabilities(run)):
@@ -256,7 +260,7 @@ def _capabilities(run: Run) -> tuple[str, ...]:
 def _recorded(store: Any, run: Run, request: str) -> Any:
     capability = _capabilities(run)[0]
     tokens = np.array([5], np.int32)
-    call = OpenCall(prompt=tokens, tokens=tokens, logprobs=np.zeros(1, np.float32))
+    call = OpenCall(id=f"{ord(request):016x}", prompt=tokens, tokens=tokens, logprobs=np.zeros(1, np.float32))
     line = run.store.look_up(capability).line
     answer = store.record(capability, call, request=request, seen=0, history="h", line=line)
     return answer.number, answer.call.tokens.tolist()
@@ -337,6 +341,11 @@ ROWS: dict[str, Row] = {
     "push_rollouts": Row(call=_push_opened, prepare=_waiting, repeats=False, second={LOST: "stored before"}),
     "forget_open_rollouts": Row(
         call=lambda store, run: _led(store).forget_open_rollouts(), prepare=_pushed, second={LOST: 0}
+    ),
+    "claim_loading": Row(call=lambda store, run: store.claim_loading("g", ttl_seconds=60.0)),
+    "release_loading": Row(
+        call=lambda store, run: store.release_loading("g"),
+        prepare=_loading,
     ),
     # -- scorer
     "claim_scoring": Row(
