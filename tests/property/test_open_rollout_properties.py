@@ -36,6 +36,7 @@ moves = st.one_of(
         st.integers(0, 3),
         st.integers(0, 4),
     ),
+    st.tuples(st.just("call again"), st.integers(0, 5), st.integers(0, 3), st.sampled_from("pq")),
     st.tuples(st.just("heard"), st.integers(0, 5), st.sampled_from("pq")),
     st.tuples(st.just("end"), st.integers(0, 5), st.sampled_from(range(len(ENDS)))),
     st.tuples(st.just("abandon"), st.integers(0, 5)),
@@ -52,6 +53,7 @@ class Rollout:
     capability: str
     calls: list[int] = field(default_factory=list)
     """Token that each has sampled."""
+    recorded: list[OpenCall] = field(default_factory=list)
     requests: dict[str, int] = field(default_factory=dict)
     """Request -> its newest call."""
     heard: dict[str, int] = field(default_factory=dict)
@@ -131,12 +133,30 @@ class Model:
         else:
             answer = record()
             its.calls.append(self.samples)
+            its.recorded.append(one)
             its.versions.append(version)
             its.requests[request] = len(its.calls)
             assert (answer.number, answer.is_new) == (len(its.calls), True)
             return
         with pytest.raises(refusal):
             record()
+
+    def call_again(self, index: int, which: int, request: str) -> None:
+        """A call whose reply was lost comes once more, however late: it is there already."""
+        its = self.pick(index)
+        if its is None or which >= len(its.recorded):
+            return
+
+        def record() -> Any:
+            names = {"request": request, "seen": 0, "history": "h", "line": self.run.meta.epoch}
+            return self.store.record(its.capability, its.recorded[which], **names)
+
+        if its.is_forgotten or its.end is not None:
+            with pytest.raises(OpenRolloutUnknown if its.is_forgotten else OpenRolloutEnded):
+                record()
+            return
+        answer = record()
+        assert (answer.number, answer.is_new, answer.call.id) == (which + 1, False, its.recorded[which].id)
 
     def heard(self, index: int, request: str) -> None:
         its = self.pick(index)
