@@ -24,7 +24,7 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ def rollout_of(item: Any, reward_key: str | None, version: int) -> Rollout:
     samples = item if isinstance(item, list) else [item]
 
     def fields(sample: Any) -> dict[str, Any]:
-        tokens = sample.tokens or [0]  # a rollout has a token; one that is not trained
+        tokens = sample.tokens or [0, 0]  # a rollout has tokens
         length, response = len(tokens), min(sample.response_length, len(sample.tokens))
         mask, logprobs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
         if response:
@@ -232,6 +232,10 @@ class Line:
         """-> the group's id."""
         version = self._newest if oldest is None else self.version(oldest)
         rollouts = [rollout_of(item, reward_key, version) for item in group]
+        if not any(its.loss_mask.any() for rollout in rollouts for its in rollout.sequences):
+            # miles trains such a group to nothing, and the run would drop it: one token stands for a trained one.
+            mask = np.arange(len(rollouts[0].tokens)) == len(rollouts[0].tokens) - 1
+            rollouts[0] = replace(rollouts[0], loss_mask=mask)
         (ticket,) = self._writer.take(ENV, hold=1)
         self._writer.push(ticket, rollouts, prompt_id=prompt_id, planned_size=len(rollouts))
         return ticket.group_id

@@ -145,6 +145,22 @@ def test_a_sample_without_tokens_or_with_an_own_reward_is_one_too() -> None:
     assert door.rollout_of(other, "score", 0).reward == 0.5
 
 
+def test_a_group_of_which_no_token_is_trained_reaches_the_train_call(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, _ = buffer_of(Loops(home), monkeypatch)
+    group = [Sample(group_index=1, index=i, tokens=[1, 2, 3], response_length=2, loss_mask=[0, 0]) for i in range(2)]
+
+    async def run() -> None:
+        await put(buffer, group)
+        assert digest((await buffer.get(current_version=1)).group) == digest(group)
+
+    try:
+        asyncio.run(run())
+    finally:
+        buffer.close()
+
+
 def test_what_cannot_be_kept_is_refused_by_its_path() -> None:
     sample = Sample(group_index=4, index=9, tokens=[1, 2], response_length=1, metadata={"images": [object()]})
     with pytest.raises(InvalidRollout, match=r"sample 9 of group 4\['sample'\]\['metadata'\]\['images'\]\[0\]: a obj"):
