@@ -289,15 +289,25 @@ class Progress:
                 raise
             return status
         self._told = place.step
-        if self._announces and status is ReportStatus.OK and self._taken is taken and taken.is_sure:
-            # This server has what a stream's trainer holds, which may need further groups before it trains any of it.
-            self._taken = replace(taken, server=self._store.server_id())
+        if status is ReportStatus.OK and self._announces and self._has_moved(taken) and values["server"]:
+            return self._say()
         if losses != self._losses:
             # The server was away, or went on after a loss: it may have forgotten what could be sampled from.
             for version in list(self._announced.values()):
                 self._store.announce(self.attempt, version)
             self._losses = losses
         return status
+
+    def _has_moved(self, taken: Taken) -> bool:
+        """This server has what a stream's trainer holds. -> True where that was another one's.
+
+        It is said at once then: nothing more is committed here before, and the trainer may need just that to train any.
+        """
+        if self._taken is not taken or not taken.is_sure:
+            return False
+        here = self._store.server_id()
+        self._taken = replace(taken, server=here)
+        return here != taken.server
 
     def _claim(self) -> Claim | None:
         place = self.place
