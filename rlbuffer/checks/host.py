@@ -161,7 +161,7 @@ def model(c: Context) -> Iterator[Finding]:
 @check("weights.url", parts=("train", "worker"))
 def deltas(c: Context) -> Iterator[Finding]:
     """Versions go to other hosts as deltas to the version before."""
-    if c.settings.weights.url and find_spec("zstandard") is None:
+    if c.settings.weights.url and not is_installed("zstandard"):
         fix = f"Install it: {installed_by('weights')}"
         yield warning("zstandard is not installed: every version goes to other hosts whole", "weights.url", fix=fix)
 

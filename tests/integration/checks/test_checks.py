@@ -100,7 +100,13 @@ HOST = [
 ]
 """(check, what is put into the good config): failures where everything shall run."""
 ELSEWHERE = {
-    *("packages", "devices", "shared-locks", "functions"),  # below, test_placement, test_odd_hosts, test_imports
+    *(
+        "packages",
+        "deltas",
+        "devices",
+        "shared-locks",
+        "functions",
+    ),  # below, test_placement, test_odd_hosts, test_imports
     *("server", "failover", "server-memory", "persistence", "clock", "run"),  # test_doctor, test_sentinels
     "server-settings",  # test_doctor
 }
@@ -154,6 +160,12 @@ def test_a_server_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "is_installed", lambda module: module != "wandb")
     assert troubles([("trainer.reports", 'wandb_project = "p"')], EVERYTHING) == {("packages", FAILURE)}
+
+
+def test_without_zstandard_versions_go_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "is_installed", lambda module: module != "zstandard")
+    assert troubles([("weights", 'url = "http://h:9465"')], ["worker"]) == {("deltas", Level.WARNING)}
+    assert troubles([], ["worker"]) == set()
 
 
 def test_the_config_that_the_mistakes_are_put_into_has_none() -> None:
