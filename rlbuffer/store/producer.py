@@ -263,7 +263,7 @@ class ProducerStore(Member):
 
     def _check_sizes(self, pushes: Sequence[_Push]) -> None:
         """Raises InvalidRollout, before anything is sent, when the server can never take one of them."""
-        limits = self.connection.limits(self.patience_seconds)
+        limits = self.connection.limits(self.patience_seconds, on_retry=self.on_retry)
         for push in pushes:
             refusal = limits.refusal(push.sizes)
             if refusal:

@@ -74,7 +74,9 @@ class Session:
         if isinstance(self, role):
             return self
         if role not in self._roles:
-            self._roles.setdefault(role, role(self.connection, self.run, patience_seconds=self.patience_seconds))
+            made = role(self.connection, self.run, patience_seconds=self.patience_seconds)
+            made.on_retry = self.on_retry
+            self._roles.setdefault(role, made)
         return cast(Role, self._roles[role])
 
     def patient(self, patience_seconds: float, *, on_retry: Callable[[RlbufferError], object] | None = None) -> Self:
@@ -180,7 +182,8 @@ class Session:
         """The server's identity: another one after every restart and failover, when newest writes may be lost."""
         losses, known = self._server
         if losses != self.connection.losses or not known:
-            losses, known = self.connection.losses, self.connection.server_id(self.patience_seconds)
+            losses = self.connection.losses
+            known = self.connection.server_id(self.patience_seconds, on_retry=self.on_retry)
             self._server = losses, known
         return known
 

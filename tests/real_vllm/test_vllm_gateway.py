@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_server import VllmServer
-
-if os.environ.get("RLBUFFER_VLLM") != "1":
-    pytest.importorskip("openai")
-    pytest.importorskip("anthropic")
 from client_agents import CHAT_TOOLS, KINDS
 from gateway_stage import Agent, Stage
 from own_server import OwnServer
 from taught_model import ASK, CONTEXT, COUNT, NUMBERS, SAID, taught_versions, tokenizer
 from transformers import PreTrainedModel
+from vllm_server import VllmServer
 
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout

@@ -175,12 +175,14 @@ class Connection:
         """The client for a command of `size` bytes: its timeout grows with them."""
         return self._client(timeout_seconds(size, COMMAND_TIMEOUT_SECONDS))
 
-    def limits(self, patience_seconds: float = PATIENCE_SECONDS) -> PushLimits:
+    def limits(
+        self, patience_seconds: float = PATIENCE_SECONDS, *, on_retry: Callable[[RlbufferError], object] | None = None
+    ) -> PushLimits:
         """The limits of a push here; read once, and again after the connection was lost."""
         if self._limits is None or self._limits[0] != self.losses:
             losses = self.losses
             read = PushLimits if self.is_memory else lambda: read_limits(self.client)
-            self._limits = losses, self.call(read, patience_seconds=patience_seconds, repeat=True)
+            self._limits = losses, self.call(read, patience_seconds=patience_seconds, repeat=True, on_retry=on_retry)
         return self._limits[1]
 
     @property
@@ -283,11 +285,13 @@ class Connection:
                 on_retry(failure)
             time.sleep(wait)
 
-    def server_id(self, patience_seconds: float) -> str:
+    def server_id(self, patience_seconds: float, *, on_retry: Callable[[RlbufferError], object] | None = None) -> str:
         """The server's identity: a process, and since when it is a primary."""
         if self.is_memory:
             return "memory"
-        info = self.call(lambda: dict(self.client.info()), patience_seconds=patience_seconds, repeat=True)
+        info = self.call(
+            lambda: dict(self.client.info()), patience_seconds=patience_seconds, repeat=True, on_retry=on_retry
+        )
         return f"{info.get('run_id', '')} {info.get('master_replid', '')}"
 
     def describe(self) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def test_whether_entropy_fell_before_reward_did(
     browse(buffer, tour, size=(140, 30))
     words = ["inspect", "steps", "--redis", run.url, "--run", run.store.run, "--home", str(buffer.settings.home)]
     assert main(words) == 0
-    assert "entropy  0.200 at step 5" in capsys.readouterr().out
+    assert "entropy  0.200, 0.200 to 2.100" in capsys.readouterr().out
 
 
 def test_a_failure_has_its_traceback(run: Run, buffer: rlbuffer.Buffer) -> None:

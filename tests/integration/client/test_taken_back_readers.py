@@ -98,4 +98,4 @@ def test_only_what_comes_again_has_the_exit_code_of_it() -> None:
         if error.exit_code in (2, 3, 6):
             refusing.add(error.__name__)
     ours = {"ConfigError", "FilterError", "OtherCheckpoint", "PackedForwardError", "ResumeRefused", "ResumeRetired"}
-    assert refusing - {"OtherFormat"} == ours
+    assert refusing - {"OtherFormat", "NoSuchPage"} == ours

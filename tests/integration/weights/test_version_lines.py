@@ -96,6 +96,10 @@ def test_attempt_begins_a_line_when_a_version_of_a_step_that_is_not_here_was_ann
     assert trained.store.trainer().policies == {}
 
 
+def name_the_server(monkeypatch: pytest.MonkeyPatch, reader: Reader, name: str) -> None:
+    monkeypatch.setattr(reader._store, "server_id", lambda: name)
+
+
 def test_while_a_step_is_trained_the_trainer_names_the_server_that_had_it(
     trained: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,13 +109,13 @@ def test_while_a_step_is_trained_the_trainer_names_the_server_that_had_it(
     try:
         steps = reader.steps(2)
         step = next(steps)
-        monkeypatch.setattr(trained.store, "server_id", lambda: "after a failover")
+        name_the_server(monkeypatch, reader, "after a failover")
         reader.checkpointed(1)
         assert trained.store.trainer().server == before
         reader.trained(step)
         assert trained.store.trainer().server == "after a failover"
         next(steps)
-        monkeypatch.setattr(trained.store, "server_id", lambda: "after another")
+        name_the_server(monkeypatch, reader, "after another")
         reader.checkpointed(2)
         assert trained.store.trainer().server == "after a failover"
         # A rank that asks again trains nothing meanwhile.
