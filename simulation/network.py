@@ -29,6 +29,7 @@ from redis.exceptions import ConnectionError as Reset
 from redis.exceptions import TimeoutError as NoAnswer
 
 from rlbuffer.config.settings import ServerSettings
+from rlbuffer.errors import RlbufferError
 from rlbuffer.store.limits import PushLimits
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.server.script import Script
@@ -280,7 +281,9 @@ class SimulatedConnection(Connection):
     def _check_server(self) -> None:
         """The modelled server is suitable."""
 
-    def limits(self, patience_seconds: float = 0.0) -> PushLimits:
+    def limits(
+        self, patience_seconds: float = 0.0, *, on_retry: Callable[[RlbufferError], object] | None = None
+    ) -> PushLimits:
         return PushLimits()
 
     def script(self, text: str) -> Script:
