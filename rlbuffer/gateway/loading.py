@@ -22,7 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import ConfigError, RlbufferError, SamplerUnavailable, WeightsError
+from rlbuffer.errors import ConfigError, RlbufferError, SamplerUnavailable, WeightsError, installed_by
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.gateway import GatewayStore
@@ -109,9 +109,8 @@ class Loader:
             return
         if find_spec("torch") is None:
             raise ConfigError(
-                "the engines need version "
-                f"{policy.version}, and this gateway cannot read weights: install rlbuffer[train] beside it, or let a "
-                'worker with sampler = "openai" load them'
+                f"the engines need version {policy.version}, and this gateway cannot read weights, since torch is not "
+                f"installed here: {installed_by('train')}, or let a worker with sampler = \"openai\" load them"
             )
         renewing = asyncio.create_task(self._renewed())
         try:
