@@ -110,7 +110,7 @@ class Loader:
         if find_spec("torch") is None:
             raise ConfigError(
                 f"the engines need version {policy.version}, and this gateway cannot read weights, since torch is not "
-                f"installed here: {installed_by('train')}, or let a worker with sampler = \"openai\" load them"
+                f'installed here: {installed_by("train")}, or let a worker with sampler = "openai" load them'
             )
         renewing = asyncio.create_task(self._renewed())
         try:

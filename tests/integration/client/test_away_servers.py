@@ -17,7 +17,11 @@ from rlbuffer.client import producer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import Daemon
 from rlbuffer.errors import RlbufferError, ServerUnreachable
+from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.store.server import connection
+from rlbuffer.store.session import Session
+from rlbuffer.store.trainer import TrainerStore
+from rlbuffer.store.worker import WorkerStore
 from rlbuffer.testing import make_group
 
 pytestmark = pytest.mark.server
@@ -189,3 +193,15 @@ def test_a_reader_that_is_closed_does_not_wait_for_a_server_that_is_away(
     threading.Timer(0.2, loops.reader.close).start()
     with pytest.raises(RlbufferError):
         loops.reader.trained(loops.step)
+
+
+@pytest.mark.parametrize("role", [TrainerStore, WorkerStore, ScorerStore])
+def test_every_role_of_a_patient_session_says_that_it_waits(server: OwnServer, role: type[Session]) -> None:
+    heard: list[RlbufferError] = []
+    with rlbuffer.connect(server.url, run=f"away-{next(NUMBERS)}") as buffer:
+        store = buffer.store.patient(1.0, on_retry=heard.append).role(role)
+        store.open_run()
+        server.kill()
+        with pytest.raises(ServerUnreachable):
+            store.meta()
+    assert heard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -13,10 +14,11 @@ import pytest
 import torch
 from weights_places import Place, place
 
+from rlbuffer.errors import WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.files import open_weights, publish
-from rlbuffer.weights.layout import DELTA_FILE, LIST_FILE, WEIGHTS_FILE, check
+from rlbuffer.weights.layout import DELTA_FILE, LIST_FILE, WEIGHTS_FILE, check, parse_list
 from rlbuffer.weights.serving import FileServer, make_app
 
 WORDS = 200_000
@@ -156,3 +158,14 @@ def test_a_place_that_lacks_a_version_between_gives_the_whole(tmp_path: Path, ca
             policy = trainer.step(version)
         assert loaded(cache, policy, there) == [WEIGHTS_FILE]
     assert not caplog.records, "this is no trouble"
+
+
+@pytest.mark.parametrize("base", ["v00000007-{}", "v00000008-{}", "base-{}", "../v00000001-{}", "v1-{}", "7"])
+def test_a_list_whose_delta_is_of_no_older_version_is_refused(base: str) -> None:
+    digest = "5d41402abc4b" + "0" * 52
+    files = {
+        WEIGHTS_FILE: {"size": 10, "sha256": digest},
+        DELTA_FILE: {"size": 9, "sha256": digest, "from": base.format(digest[:12])},
+    }
+    with pytest.raises(WeightsError, match="no older version"):
+        parse_list(json.dumps({"files": files}), name=f"v00000007-{digest[:12]}")
