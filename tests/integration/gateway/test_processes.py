@@ -31,26 +31,28 @@ class Processes:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._stage, self._logs = stage, logs
-        self.running = [self._start(), self._start()]
+        self.running = [self._start(0), self._start(1)]
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _log(self, which: int) -> Path:
+        return self._logs / f"gateway-{which}.log"
+
+    def _start(self, which: int) -> subprocess.Popen[bytes]:
         listen, engine = f"127.0.0.1:{self.port}", self._stage.engine.url
         command = [sys.executable, "-m", "rlbuffer_cli", "gateway", "--engine", engine, "--listen", listen]
         command += ["--redis", self._stage.server, "--run", self._stage.run, "--display", "plain"]
         environment = {name: text for name, text in os.environ.items() if not name.startswith("RLBUFFER_")}
-        with (self._logs / "gateways.log").open("ab") as log:
+        with self._log(which).open("wb") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=self._logs)
 
     def wait(self) -> None:
-        """Until both have said that they listen."""
-        log = self._logs / "gateways.log"
-        self._stage.wait_for(lambda: log.read_text().count("listens at") >= 2)
+        """Until both have said that they listen: one that is told to end before has no end of its own."""
+        self._stage.wait_for(lambda: all("listens at" in self._log(which).read_text() for which in range(2)))
 
     def kill(self, which: int) -> None:
         """kill -9, and another one in its place."""
         self.running[which].kill()
         self.running[which].wait()
-        self.running[which] = self._start()
+        self.running[which] = self._start(which)
 
     def close(self) -> None:
         for process in self.running:
@@ -107,6 +109,7 @@ def test_agents_hear_each_answer_once_and_all_of_it_is_trained(tmp_path: Path, t
                 for number in range(4):
                     time.sleep(1.0)
                     processes.kill(number % 2)
+                processes.wait()
             else:
                 time.sleep(1.0)
                 server.kill()

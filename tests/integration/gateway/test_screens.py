@@ -16,7 +16,7 @@ import pytest
 from browsing import Person, browse
 from chat_templates import tokenizer
 from gateway_stage import TOOLS, Agent, Stage
-from looks import lines_of
+from looks import allowances, lines_of
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group
@@ -115,6 +115,7 @@ def test_what_agents_and_a_gateway_do_is_said_by_metrics_and_screens(stage: Stag
     stage.engine.holds = True
     operator = stage.buffer.store.role(OperatorStore)
     operator.pause("later")
+    stage.wait_for(lambda: allowances(stage.buffer.store).get("later") == 0)  # until then it has those of any env
     waits = [
         threading.Thread(target=other.ask, args=("say two",)),
         threading.Thread(target=stage.begin, kwargs={"env": "later", "wait": 60}),
