@@ -165,8 +165,11 @@ def test_a_run_starts_the_gateways_of_its_settings_and_ends_them_with_itself(
                 return httpx.get(f"http://{gateway.listen}/health", timeout=5).status_code == 200
             return False
 
+        def models() -> Any:
+            return stage.buffer.store.heartbeats("gateway").get(names[0], {}).get("models")
+
         stage.wait_for(answers)
-        assert stage.buffer.store.heartbeats("gateway")[names[0]]["models"] == ["tiny"]
+        assert stage.wait_for(models) == ["tiny"]
         file = settings.run_dir / "gateway.token"
         assert file.stat().st_mode & 0o077 == 0
         for token, status in (("", 401), ("other", 401), (file.read_text().strip(), 200)):
