@@ -82,6 +82,8 @@ class FakeEngine:
     samples: list[Sample] = field(default_factory=list)
     asked: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the requests to render."""
+    exchanges: list[tuple[str, Any, Any]] | None = None
+    """Page, body and answer of what had a body, where a list is given."""
     url: str = ""
     seed: int = 0
 
@@ -102,6 +104,8 @@ class FakeEngine:
             if self.is_gone:
                 return web.Response(status=404, text="not here")
             answer: web.StreamResponse = await handler(request)
+            if self.exchanges is not None and isinstance(answer, web.Response) and await request.read():
+                self.exchanges.append((request.path, await request.json(), json.loads(answer.text or "null")))
             return answer
 
         app = web.Application(client_max_size=2**28, middlewares=[proxied])
@@ -248,11 +252,15 @@ class FakeEngine:
             "stop_reason": stop_reason,
             "token_ids": tokens,
             "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
-            "logprobs": {"content": [{"token": "", "logprob": float(value)} for value in logprobs]},
         }
-        if body.get("output_mode") == "derender":
-            choice["message"] = self.parsed(tokens)
         answer: Any = {"request_id": body.get("request_id", ""), "choices": [choice]}
+        if body.get("output_mode") == "derender":
+            choice["logprobs"] = {"content": [{"token": "", "logprob": float(value)} for value in logprobs]}
+            choice["message"] = self.parsed(tokens)
+            answer["output_mode"] = "derender"
+        else:
+            pairs = zip(tokens, logprobs, strict=True)
+            choice["logprobs"] = {"content": [{"token_id": token, "logprob": float(value)} for token, value in pairs]}
         return web.json_response(self.spoil(answer) if self.spoil else answer)
 
     async def _derender(self, request: web.Request) -> web.Response:
