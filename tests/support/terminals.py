@@ -28,14 +28,14 @@ def typed(
     columns: int = 80,
     code: int = 0,
     program: Sequence[str] = (sys.executable,),
-    first: tuple[bytes, Callable[[], object]] | None = None,
+    first: tuple[re.Pattern[bytes], Callable[[], object]] | None = None,
     seconds: float = TERMINAL_SECONDS,
     **variables: str,
 ) -> bytes:
     """Runs `rlbuffer` in a terminal, types `keys` once `until` is on the screen. -> what was drawn.
 
     It must end with the exit code `code`. `program`: Python, or its stand-in where nothing is typed; `first`: what is
-    done before, once something else is on the screen; `seconds`: what is drawn later is not read.
+    done before, once something that matches is on the screen; `seconds`: what is drawn later is not read.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -61,14 +61,14 @@ def typed(
                 except OSError:
                     break  # the last who had the terminal has left
             shown = ANSI.sub(b"", drawn)
-            if first is not None and first[0] in shown:
+            if first is not None and first[0].search(shown):
                 first[1]()
                 first = None
             if not is_typed and first is None and until in shown:
                 is_typed = True
                 os.write(ours, keys)
-        assert is_typed, drawn
-        assert process.wait(timeout=TERMINAL_SECONDS) == code, drawn
+        assert is_typed, drawn[-8000:]
+        assert process.wait(timeout=TERMINAL_SECONDS) == code, drawn[-8000:]
     finally:
         os.close(ours)
         process.kill()

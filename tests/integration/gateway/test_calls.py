@@ -24,6 +24,7 @@ from own_server import OwnServer
 
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.gateway import answering, service, sweeping
+from rlbuffer.gateway.opening import Opening
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.gateway import GatewayStore
@@ -755,11 +756,20 @@ def test_who_hangs_up_while_a_group_is_begun_leaves_none_that_nobody_has_heard_o
     store = stage.first.buffer.store.role(GatewayStore)
     begun = stage.begin(key="another")  # tickets are out
     httpx.post(begun["open_rollouts"][0]["end_url"], json={"reward": 1.0}, timeout=60).raise_for_status()
-    is_there, goes_on = hold(monkeypatch, store, moment)
-    body = {"env": "agents", "size": 2, "wait": 30, **({"key": key} if key else {})}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{stage.first.url}/v1/open_rollouts", json=body, timeout=1.0)
-    assert is_there.wait(60)
+    is_noticed, leave = threading.Event(), Opening.leave
+
+    def noted(opening: Opening) -> None:
+        leave(opening)
+        is_noticed.set()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Opening, "leave", noted)
+        is_there, goes_on = hold(monkeypatch, store, moment)
+        body = {"env": "agents", "size": 2, "wait": 30, **({"key": key} if key else {})}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{stage.first.url}/v1/open_rollouts", json=body, timeout=1.0)
+        assert is_there.wait(60)
+        assert is_noticed.wait(60)
     goes_on.set()
     if key and moment != "take_tickets":  # its caller finds it again
         stage.wait_for(lambda: store.begun(key))
