@@ -140,7 +140,8 @@ def test_many_long_problems_leave_the_envs_in_the_head_of_a_table(run: Run) -> N
 def test_on_a_terminal_the_view_stays_in_place_until_ctrl_c(busy: Run, tmp_path: Path) -> None:
     words = ["top", "--every", "0.1", "--redis", busy.url, "--run", busy.store.run]
     says = partial(waits.says, busy.store, Waiting(kind=Wait.SERVER, detail="a new sentence"))
-    drawn = typed(words, tmp_path, until=b"a new sentence", keys=b"\x03", columns=100, first=(re.compile(b"worker inf-0"), says))
+    first = re.compile(b"worker inf-0"), says
+    drawn = typed(words, tmp_path, until=b"a new sentence", keys=b"\x03", columns=100, first=first)
     before, _, again = drawn.partition(b"worker inf-0")
     assert busy.store.run.encode() in before
     assert b"\x1b[H" in again, "the screen was not written over"
