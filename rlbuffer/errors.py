@@ -313,10 +313,6 @@ class PromptTooLong(RlbufferError):
     """A prompt leaves no room for a completion in the model's context."""
 
 
-class DumpError(RlbufferError):
-    """A run cannot be dumped into a file, or a file not restored."""
-
-
 class ArchiveError(RlbufferError):
     """An archive cannot be written, or holds something else than was looked for."""
 

@@ -44,7 +44,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "env": "Pause an env, say that nothing more comes of it, or let it take part again.",
             "drop": "Drop pending groups that match a filter.",
             "drain": "Let a run come to rest: no more tickets, until nothing is out and no further step can be made.",
-            "runs": "List, dump, restore, take back and remove whole runs.",
+            "runs": "List, take back and remove whole runs.",
         },
         "Check": {
             "config": "Check the settings, show them with where each came from, or give them to a run at work.",

@@ -226,6 +226,6 @@ def _lead_lost(error: Exception) -> None:
 def _begins_again(run: str) -> str:
     return (
         f'run "{run}" is not on the server any more: it was reset, or the server lost its data. It begins again at '
-        f"step 0. To go on from a dump, stop everything, `rlbuffer runs reset {run} --yes`, `rlbuffer runs restore "
-        "FILE`."
+        f"step 0. To go on from a copy of the server, stop everything and begin it with that "
+        "(docs/guide/operate/back_up.md)."
     )

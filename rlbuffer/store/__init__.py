@@ -4,5 +4,5 @@ Above, only `client.run_state` puts commands together.
 
 `viewer` has all that can be read; `worker`, `scorer` (over `producer`: pushes), `leader`, `trainer` and `operator` what
 each changes (over `member`: what every process may do). A change is one of the Lua files in `scripts`; `server` has the
-connection and the embedded server; `dump` and `verify` are what they say. Open first: `session`, then `viewer`.
+connection and the embedded server; `verify` is what it says. Open first: `session`, then `viewer`.
 """

@@ -62,7 +62,6 @@ class Keys:
         self.paused = f"{self.tag}:paused"
         self.policy = f"{self.tag}:policy"
         self.trainer = f"{self.tag}:trainer"
-        self.restoring = f"{self.tag}:restoring"
         self.garbage = f"{self.tag}:garbage"
         self.history = f"{self.tag}:history"
         self.summary = f"{self.tag}:summary"

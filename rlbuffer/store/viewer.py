@@ -158,13 +158,12 @@ class Viewer(Session):
         keys = self.keys
         run = keys.pool, keys.steps, keys.state, keys.closed, keys.trainer, keys.policy, keys.garbage, keys.reuse
         opened = keys.open, keys.open_ended, keys.open_pushed, keys.open_keys
-        return *run, *opened, keys.restoring
+        return *run, *opened
 
     def _damaged(self, left: Sequence[str]) -> RunDamaged:
         return RunDamaged(
             f"run {self.run!r} has no meta ({self.keys.meta}), but {', '.join(left)} is there: it would begin anew at "
-            f"step 0 beside that. With {self.keys.restoring} it is being restored, or its restore was stopped: "
-            f"`rlbuffer runs restore FILE` again. Otherwise `rlbuffer runs reset {self.run} --yes` removes what is left"
+            f"step 0 beside that. `rlbuffer runs reset {self.run} --yes` removes what is left"
         )
 
     def runs(self) -> Mapping[str, float]:

@@ -1,21 +1,19 @@
-"""``rlbuffer runs``: the runs of a server, each as a whole: listed, dumped, restored, taken back, removed."""
+"""``rlbuffer runs``: the runs of a server, each as a whole: listed, taken back, removed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlbuffer.errors import DumpError, RlbufferError, RunDamaged, RunGone, SchemaMismatch
+from rlbuffer.errors import RlbufferError, RunDamaged, RunGone, SchemaMismatch
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
-from rlbuffer_cli.options import answer, echo, say, show_json
+from rlbuffer_cli.options import echo, say, show_json
 from rlbuffer_cli.session import at_work, check_home, connected, later_checkpoints, open_existing, open_run, resume_hint
-from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
@@ -25,12 +23,10 @@ if TYPE_CHECKING:
 RUN_HEADER = ("run", "step", "trained", "pending rollouts", "opened")
 RUN_NUMBERS = frozenset({"step", "trained", "pending rollouts"})
 
-FILE = click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
-
 
 @options.group("runs")
 def command() -> None:
-    """List, dump, restore, take back and remove whole runs.
+    """List, take back and remove whole runs.
 
     \b
     Example:
@@ -38,7 +34,11 @@ def command() -> None:
     """
 
 
-command.renamed = {"void": "`rlbuffer runs rewind N --keep-pending`, with N the last step that stays"}
+command.renamed = {
+    "void": "`rlbuffer runs rewind N --keep-pending`, with N the last step that stays",
+    "dump": "`redis-cli --rdb FILE`, which copies the server (docs/guide/operate/back_up.md)",
+    "restore": "`redis-server --dbfilename FILE`, which begins with a server's copy (docs/guide/operate/back_up.md)",
+}
 
 
 @command.command("list")
@@ -104,71 +104,6 @@ def _record(loaded: Loaded, name: str, opened_seconds_ago: float) -> dict[str, A
         "trained_rollouts": total.trained[0],
         "opened_seconds_ago": round(opened_seconds_ago, 1),
     }
-
-
-@command.command("dump")
-@FILE
-@options.common_of_run
-@click.option("--force", is_flag=True, help="Although FILE exists.")
-@options.json_lines("One object when it is done.")
-def dump_run(file: Path, force: bool, given: options.Given) -> int:
-    """Write everything that the server holds of a run into a file, while nobody works for it.
-
-    Pool, steps, ledger, history and payloads; checkpoints and weights on the disk are not in it. Refused while a
-    batcher leads the run, or when anybody changes it meanwhile. The file appears under its name when it is whole. A
-    server of the same kind reads it, in the same version or a newer one.
-
-    \b
-    Example:
-      rlbuffer runs dump math.dump --run math
-    """
-    from rlbuffer.store.dump import dump
-    from rlbuffer.store.operator import OperatorStore
-
-    if file.exists() and not force:
-        raise DumpError(f"{file} exists: use another name, or --force")
-    with open_run(given) as buffer:
-        dumped = dump(buffer.store.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
-    answer(
-        {"schema": "rlbuffer.dump/1", "file": str(file), **asdict(dumped)},
-        f'run "{dumped.run}" at step {dumped.step} is in {file}: {plural(dumped.keys, "key")}, '
-        f"{file.stat().st_size / 2**20:.1f} MiB",
-    )
-    return 0
-
-
-@command.command("restore")
-@FILE
-@options.common
-@options.json_lines("One object when it is done.")
-def restore_run(file: Path, given: options.Given) -> int:
-    """Put a dumped run onto a server, under its name.
-
-    Refused when that run exists. The file is read through and checked first. Start `rlbuffer serve`, the trainer and
-    the workers afterwards. A trainer that is ahead of the dump hands back what it has trained since, and none of it
-    trains again. What a restore left that was killed is no run; the same command begins it again.
-
-    \b
-    Example:
-      rlbuffer runs restore math.dump --redis redis://new-host:6379
-    """
-    from rlbuffer.store.dump import read, restore
-    from rlbuffer.store.operator import OperatorStore
-
-    name = read(file).run
-    if given.run not in (None, name):
-        raise click.UsageError(f"{file} holds run {name!r}, and --run is {given.run!r}: a run keeps its name")
-    loaded = replace(given, run=name).load()
-    with connected(loaded, "restore") as buffer:
-        restored = restore(buffer.store.role(OperatorStore), file, lambda keys: starting(f"{keys} keys"))
-        address = buffer.store.server()["address"]
-    # The options that were typed here must be typed there: without them, verify looks at another server.
-    answer(
-        {"schema": "rlbuffer.restore/1", "file": str(file), **asdict(restored)},
-        f'run "{name}" at step {restored.step} is on {address}: {plural(restored.keys, "key")}. '
-        f"Check it: rlbuffer verify {given.again(name)}",
-    )
-    return 0
 
 
 @command.command("rewind")

@@ -1,4 +1,4 @@
-"""`config apply`, `drop`, `drain`, `runs dump`, `restore`, `serve --resume | --fresh`: what they say, and exit codes.
+"""`config apply`, `drop`, `drain`, `serve --resume | --fresh`: what they say, and exit codes.
 
 In memory, with a daemon in a thread where one is needed.
 """
@@ -6,7 +6,6 @@ In memory, with a daemon in a thread where one is needed.
 from __future__ import annotations
 
 import json
-import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -265,27 +264,6 @@ def test_a_drain_that_is_undone_by_somebody_else_ends(run: Run, call: Call) -> N
     assert "was undone meanwhile" in err
 
 
-# -- dump, restore -----------------------------------------------------------------------------------------------------
-def test_dump_and_restore_are_refused_where_they_cannot_be_meant(
-    typed: Call, redis_url: str, run_name: str, tmp_path: Path
-) -> None:
-    where = ["--redis", redis_url]
-    run = Run(redis_url, tmp_path, run_name)
-    run.push("a.1")
-    assert typed("runs", "dump", "math.dump", "--run", run_name, *where)[0] == 0
-    assert typed("runs", "dump", "math.dump", "--run", run_name, *where)[0] == 1  # the file exists
-    record = json.loads(typed("runs", "dump", "math.dump", "--run", run_name, "--force", "--json", *where)[1])
-    assert (record["run"], record["step"]) == (run_name, 0)
-    assert typed("runs", "restore", "math.dump", "--run", "other", *where)[0] == 2
-    assert typed("runs", "restore", "math.dump", *where)[0] == 1  # the run exists
-    assert typed("runs", "reset", run_name, "--yes", *where)[0] == 0
-    code, out, _ = typed("runs", "restore", "math.dump", *where)
-    assert code == 0
-    assert typed(*shlex.split(out.partition("Check it: rlbuffer ")[2]))[0] == 0
-    assert typed("runs", "dump", "nowhere/math.dump", "--run", run_name, *where)[0] == 1
-    run.close()
-
-
 # -- serve -------------------------------------------------------------------------------------------------------------
 def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(run: Run, call: Call) -> None:
     name = run.store.run
@@ -309,7 +287,6 @@ def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(run: Run, 
         ["drop", "--where", "env:a", "--yes"],
         ["drain"],
         ["drain", "--undo"],
-        ["runs", "dump", "x.dump"],
         ["env", "pause", "a"],
         ["env", "resume", "a"],
         ["runs", "rewind", "0", "--keep-pending"],

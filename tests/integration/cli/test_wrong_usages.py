@@ -59,7 +59,6 @@ FILES: dict[str, str | bytes] = {
     "number.jsonl": "3\n",
     "utf16.jsonl": b"\xff\xfe{\x00",
     "folder/x": "",
-    "no.dump": "no dump",
 }
 
 TYPED = [
@@ -124,9 +123,6 @@ TYPED = [
     ("doctor --for nothing", 2, "--for 'nothing' run, serve"),
     ("runs lst", 2, "`rlbuffer runs lst` list?"),
     ("runs void 3", 2, "`rlbuffer runs void` `rlbuffer runs rewind N --keep-pending`"),
-    ("runs dump folder", 2, "FILE 'folder' directory file"),
-    ("runs restore none", 1, "none No such file"),
-    ("runs restore no.dump", 1, "no.dump b'no dump'"),
     ("runs rewind", 2, "N `rlbuffer runs rewind [OPTIONS] N`"),
     ("runs rewind x", 2, "N 'x' integer"),
     ("runs rewind 3 --keep", 2, "--keep --keep-pending?"),

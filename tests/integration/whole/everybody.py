@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from daemon_runs import leading
 
 import rlbuffer
 from rlbuffer.client.producer import Producer
-from rlbuffer.store.dump import dump, restore
 from rlbuffer.store.member import Member
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.scorer import ScorerStore
@@ -34,7 +32,7 @@ def batcher(url: str) -> Iterator[rlbuffer.Buffer]:
         yield buffer
 
 
-def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
+def do_everybodys_work(url_of: UrlOf) -> None:
     """Two steps with every role under its own address, and what an operator does afterwards."""
     with batcher(url_of("operator")) as operator:
         with (
@@ -90,9 +88,6 @@ def do_everybodys_work(url_of: UrlOf, folder: Path) -> None:
         assert operator.store.role(OperatorStore).pause("a")
         assert operator.store.role(OperatorStore).resume("a")
     with rlbuffer.connect(url_of("operator"), run="math") as operator:
-        dump(operator.store.role(OperatorStore), folder / "math.dump")
-        assert operator.store.role(OperatorStore).delete_run() > 0
-        restore(operator.store.role(OperatorStore), folder / "math.dump")
         operator.store.role(OperatorStore).rewind(2, force=True)
         assert operator.verify().findings == ()
         assert operator.store.role(OperatorStore).delete_run() > 0

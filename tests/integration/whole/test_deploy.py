@@ -68,7 +68,7 @@ def secured(request: pytest.FixtureRequest, home: Path, server_binary: ServerBin
 
 @pytest.mark.server
 def test_every_role_can_do_its_work_with_the_users_of_the_deploy_folder(secured: UrlOf, home: Path) -> None:
-    do_everybodys_work(secured, home)
+    do_everybodys_work(secured)
 
 
 @pytest.mark.server
@@ -166,7 +166,7 @@ def test_every_role_can_do_its_work_on_a_cluster_of_three_shards(
         users_file.write_text((ROOT / "deploy" / "users.acl").read_text())
         for node in cluster.nodes:
             node.ask("ACL", "LOAD")
-        do_everybodys_work(lambda role: cluster.url.replace("://", f"://{role}:CHANGE-{role}@"), tmp_path)
+        do_everybodys_work(lambda role: cluster.url.replace("://", f"://{role}:CHANGE-{role}@"))
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_a_run_over_tls_checks_the_servers_certificate(tmp_path: Path) -> None:
     options |= {"tls-ca-cert-file": f"{authority.certificate}", "tls-auth-clients": "no"}
     with OwnServer(tmp_path / "server", program=shutil.which("redis-server"), options=options):
         trusting = f"rediss://localhost:{port}/0?ssl_ca_certs={authority.certificate}"
-        do_everybodys_work(lambda role: trusting, tmp_path)
+        do_everybodys_work(lambda role: trusting)
         for url, why in (
             (f"rediss://localhost:{port}/0", "self-signed certificate"),
             (trusting.replace("localhost", "127.0.0.1"), "IP address mismatch"),

@@ -202,8 +202,7 @@ def without_meta(run: Run) -> str:
     keys, name = run.store.keys, run.store.run
     return (
         f"run {name!r} has no meta ({keys.meta}), but {keys.pool} is there: it would begin anew at step 0 beside "
-        f"that. With {keys.restoring} it is being restored, or its restore was stopped: `rlbuffer runs restore FILE` "
-        f"again. Otherwise `rlbuffer runs reset {name} --yes` removes what is left"
+        f"that. `rlbuffer runs reset {name} --yes` removes what is left"
     )
 
 
