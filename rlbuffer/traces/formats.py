@@ -1,4 +1,4 @@
-"""Every format that is read, and those that are known for what they lack; a record tells by the fields that it has."""
+"""Every format that is read; a record tells by the fields that it has."""
 
 from __future__ import annotations
 
@@ -30,21 +30,17 @@ class Format:
     """What it is, for people."""
     fields: tuple[str, ...]
     """A record that has all of these, of any depth (``steps.0.metrics``), is one."""
-    attempts: Callable[[Sequence[Value]], Iterator[Attempt]] = lambda records: iter(())
+    attempts: Callable[[Sequence[Value]], Iterator[Attempt]]
     """What the records of one rollout say."""
     rollout: Callable[[Value], Hashable] = lambda record: None
     """What the records of one rollout have in common; None: this one is a rollout, or several, by itself."""
     parts: Callable[[Value], Iterable[Value]] = lambda record: (record,)
     """The records that one record of a file holds."""
-    lacks: str = ""
-    """Why they are no rollouts, where they are none."""
     grouped_by: str = ""
     """What the attempts of a group have in common."""
     note: str = ""
     """What else a user should know."""
 
-
-TEXT = "it has text and no token ids, and tokens of another rendering would not be those that were sampled"
 
 FORMATS = (
     Format(
@@ -155,21 +151,6 @@ FORMATS = (
         attempts=prime_rl.rows,
         grouped_by="step and problem_id, else prompt",
     ),
-    Format(name="verl", is_called="verl's dump of rollouts", fields=("input", "output", "score"), lacks=TEXT),
-    Format(name="nemo-rl", is_called="NeMo-RL's log of a batch", fields=("content", "input_lengths"), lacks=TEXT),
-    Format(name="trl", is_called="TRL's log of completions", fields=("prompt", "completion", "advantage"), lacks=TEXT),
-    Format(
-        name="openenv-episodes",
-        is_called="episodes that OpenEnv collected",
-        fields=("episode_id", "messages", "tool_trace"),
-        lacks=TEXT,
-    ),
-    Format(
-        name="prime-platform",
-        is_called="samples as prime-rl uploads them",
-        fields=("sample_id", "trajectory", "completion"),
-        lacks=TEXT,
-    ),
 )
 
 
@@ -177,24 +158,22 @@ def recognised(record: Value, name: str | None) -> Format:
     """The format of a record, which may be asked for by name.
 
     Raises:
-        InvalidRollout: it is none that is known, or one that lacks what a rollout needs.
+        InvalidRollout: it is none that is known.
     """
     fields = record.mapping
     found = next((one for one in FORMATS if (one.name == name if name else _has_all(fields, one.fields))), None)
     if found is None:
-        known = ", ".join(dict.fromkeys(one.name for one in FORMATS if not one.lacks))
+        known = ", ".join(dict.fromkeys(one.name for one in FORMATS))
         if name:
             raise record.wrong(f"format {name} is not known; known are {known}")
         raise record.wrong(
             f"no format that is known has the fields {', '.join(sorted(map(str, fields))[:12])}; known are {known}"
         )
-    if found.lacks:
-        raise record.wrong(f"this is {found.is_called}: {found.lacks}")
     return found
 
 
 def is_known(record: Value) -> bool:
-    """The record is of one of these formats, also of one that lacks what a rollout needs."""
+    """The record is of one of these formats."""
     return any(_has_all(record.mapping, one.fields) for one in FORMATS)
 
 

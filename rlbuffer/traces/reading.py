@@ -89,8 +89,8 @@ def read(
             failed attempt, or "score", a truncated one with its reward. Harbor has such.
 
     Raises:
-        InvalidRollout: a file that cannot be read, a format that is not known or lacks token ids or logprobs, or no
-            record is left that can be read; the message begins with file and line, and names the field.
+        InvalidRollout: a file that cannot be read, a format that is not known, or no record is left that can be read;
+            the message begins with file and line, and names the field.
         ConfigError: a Parquet file, and pyarrow is not installed.
 
     Example:
@@ -141,7 +141,7 @@ def read(
 
 
 def is_trace(source: str | PathLike[str] | Input) -> bool:
-    """True of a file of a format that is known, also of one that lacks what a rollout needs.
+    """True of a file of a format that is known.
 
     The first record that says so decides, since those before it may be damaged; a group of rlbuffer's own says no.
     """

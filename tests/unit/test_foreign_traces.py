@@ -35,7 +35,7 @@ from trace_records import (
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
-from rlbuffer.traces import read
+from rlbuffer.traces import is_trace, read
 from rlbuffer.traces.attempt import Attempt, Stretch, rollout_of
 from rlbuffer.traces.formats import recognised
 from rlbuffer.traces.reading import rollouts_in
@@ -271,9 +271,11 @@ def test_rollouts_of_open_instruct_leave_out_what_a_tool_may_have_written() -> N
         {"sample_id": 1, "trajectory": "[]", "completion": "[]", "reward": 1.0},
     ],
 )
-def test_a_file_of_text_is_named_for_what_it_is(record: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(InvalidRollout, match=r"^\S+x\.jsonl:1  this is .*no token ids"):
-        read(file_of(tmp_path / "x.jsonl", record))
+def test_a_log_of_texts_without_token_ids_is_no_trace(record: dict[str, Any], tmp_path: Path) -> None:
+    file = file_of(tmp_path / "x.jsonl", record)
+    assert not is_trace(file)
+    with pytest.raises(InvalidRollout, match=r"^\S+x\.jsonl:1  no format that is known has the fields .*; known are "):
+        read(file)
 
 
 DAMAGED = {
