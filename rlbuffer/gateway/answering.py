@@ -47,7 +47,7 @@ from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.history import answers_in, beginnings, following, request_digest
 from rlbuffer.gateway.request import AgentRequest, Refused
 from rlbuffer.gateway.splice import Template, spliced
-from rlbuffer.process.threads import in_thread
+from rlbuffer.process.threads import KeptThreads
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.rollout import MAX_SEQUENCES
 from rlbuffer.store.gateway import GatewayStore
@@ -98,6 +98,8 @@ _log = logging.getLogger(__name__)
 class Flight:
     """A call that is being answered."""
 
+    key: tuple[str, str]
+    """Capability, and digest of the request."""
     counts: set[int]
     """How often each request that has waited for it was tried before."""
     task: asyncio.Task[OpenCall] = field(init=False)
@@ -144,8 +146,9 @@ class Answering:
         self._flights: dict[tuple[str, str], list[Flight]] = {}
         self._refusals: dict[tuple[str, str], list[tuple[float, int]]] = {}
         """Request -> monotonic time and count of its tries that were told to come again."""
-        self._landed: deque[tuple[float, tuple[str, str], Flight]] = deque()
-        """Monotonic time, request and call of those that were heard a moment ago."""
+        self._landed: deque[tuple[float, Flight]] = deque()
+        """Monotonic time and call of those that were heard a moment ago."""
+        self._threads = KeptThreads("gateway-store")
         self._clock: tuple[float, float] = (float("-inf"), 0.0)
         self._policy: tuple[float, int] = (float("-inf"), -1)
         self._max_age: tuple[float, int | None] = (float("-inf"), None)
@@ -184,7 +187,7 @@ class Answering:
             if flight is not None:
                 flight.listeners -= 1
                 if flight.task.done() and not flight.listeners:
-                    self._land(key, flight)
+                    self._land(flight)
 
     async def _joined(
         self, key: tuple[str, str], request: AgentRequest, dialect: Dialect, chain: list[str], tries: int
@@ -222,12 +225,14 @@ class Answering:
                 retry_seconds=RETRY_SECONDS,
             )
 
-    async def heard(self, capability: str, request: AgentRequest, flight: Flight) -> None:
+    async def heard(self, flight: Flight) -> None:
         """The agent has the answer. What cannot be noted is told again to whoever asks the same."""
-        digest, call, tries = request_digest(request, beginnings(request)[-1]), flight.task.result(), flight.tries
+        (capability, digest), call, tries = flight.key, flight.task.result(), flight.tries
         flight.is_heard = True
         with suppress(OpenRolloutUnknown, ServerUnreachable, ServerRefused, RunGone, EpochChanged):
-            await in_thread(lambda: self._store.heard(capability, digest, call.number, call_id=call.id, tries=tries))
+            await self._threads.do(
+                lambda: self._store.heard(capability, digest, call.number, call_id=call.id, tries=tries)
+            )
 
     async def check(self, capability: str) -> None:
         """Raises Refused where no open rollout that takes calls has the capability."""
@@ -249,6 +254,10 @@ class Answering:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        """Ends what waits for more to do. Safe to repeat."""
+        self._threads.close()
 
     # -- flights -------------------------------------------------------------------------------------------------------
     def _taken_over(self, key: tuple[str, str], tries: int) -> Flight | None:
@@ -283,8 +292,8 @@ class Answering:
         found: Found,
         tries: int,
     ) -> Flight:
-        flight = Flight({tries})
-        work = self._answer(flight, key, request, dialect, chain, found)
+        flight = Flight(key, {tries})
+        work = self._answer(flight, request, dialect, chain, found)
         flight.task = asyncio.get_running_loop().create_task(work)
         self._flights.setdefault(key, []).append(flight)
 
@@ -292,31 +301,25 @@ class Answering:
             if not task.cancelled() and task.exception() is None:
                 flight.number = task.result().number
             if not flight.listeners:
-                self._land(key, flight)
+                self._land(flight)
 
         flight.task.add_done_callback(landed)
         return flight
 
-    def _land(self, key: tuple[str, str], flight: Flight) -> None:
-        flights = [other for other in self._flights.get(key, []) if other is not flight]
+    def _land(self, flight: Flight) -> None:
+        flights = [other for other in self._flights.get(flight.key, []) if other is not flight]
         if flight.is_heard:
-            self._landed.append((time.monotonic(), key, flight))
+            self._landed.append((time.monotonic(), flight))
         while self._landed and time.monotonic() - self._landed[0][0] > LANDED_SECONDS:
             self._landed.popleft()
         if flights:
-            self._flights[key] = flights
+            self._flights[flight.key] = flights
         else:
-            self._flights.pop(key, None)
+            self._flights.pop(flight.key, None)
 
     # -- a call --------------------------------------------------------------------------------------------------------
     async def _answer(
-        self,
-        flight: Flight,
-        key: tuple[str, str],
-        request: AgentRequest,
-        dialect: Dialect,
-        chain: list[str],
-        found: Found,
+        self, flight: Flight, request: AgentRequest, dialect: Dialect, chain: list[str], found: Found
     ) -> OpenCall:
         """The recorded call that answers a request. Raises Refused.
 
@@ -325,10 +328,10 @@ class Answering:
         """
         for _ in range(ANSWER_TRIES):
             try:
-                return await self._answered(flight, key, request, dialect, chain, found)
+                return await self._answered(flight, request, dialect, chain, found)
             except NotFound:
                 _log.warning("the server has lost the call that another one goes on from: that one is sampled again")
-                found = await self._look_up(key, request, chain)
+                found = await self._look_up(flight.key, request, chain)
         raise Refused(
             "the server has lost the call that this one goes on from: ask again",
             status=HTTPStatus.SERVICE_UNAVAILABLE,
@@ -337,20 +340,14 @@ class Answering:
         )
 
     async def _answered(
-        self,
-        flight: Flight,
-        key: tuple[str, str],
-        request: AgentRequest,
-        dialect: Dialect,
-        chain: list[str],
-        found: Found,
+        self, flight: Flight, request: AgentRequest, dialect: Dialect, chain: list[str], found: Found
     ) -> OpenCall:
         """One try of :meth:`_answer`. Raises Refused, NotFound."""
-        capability, digest = key
+        capability, digest = flight.key
         begun = time.monotonic()
-        if await self._is_told_again(flight, key, found):
+        if await self._is_told_again(flight, found):
             flight.number = found.request_call  # from here on it is told here, and to no other that asks the same
-            known = await self._kept(found.rollout.name, [found.request_call])
+            known = await self._told(lambda: self._kept(found.rollout.name, [found.request_call]))
             if known and known[0].details.get("request") == digest:
                 self.tally.again += 1
                 return known[0]
@@ -371,13 +368,14 @@ class Answering:
         self.tally.own_seconds += time.monotonic() - begun - engine_seconds
         return recorded
 
-    async def _is_told_again(self, flight: Flight, key: tuple[str, str], found: Found) -> bool:
+    async def _is_told_again(self, flight: Flight, found: Found) -> bool:
         """The newest call of a request is its answer: nobody has heard it, or an earlier try of this request has, and
         seconds ago. Raises Refused."""
 
         def is_told() -> bool:
-            flights = [other for other in self._flights.get(key, ()) if other is not flight and other.listeners]
-            flights += [other for _, whose, other in self._landed if whose == key]  # since the server was asked
+            here = self._flights.get(flight.key, ())
+            flights = [other for other in here if other is not flight and other.listeners]
+            flights += [other for _, other in self._landed if other.key == flight.key]  # since the server was asked
             told = [other for other in flights if other.number == found.request_call]
             return not all(other.is_of_earlier(flight.tries) for other in told)
 
@@ -444,14 +442,14 @@ class Answering:
     ) -> OpenCall:
         rendering, new = None, None
         if kept and template.goes_on(request) and kept[-1].details.get("is_ended"):
-            seen = list[Rendering]()
+            seen = dict[bool, Rendering]()
 
             async def render(asked: AgentRequest, opens: bool) -> NDArray[np.int32]:
-                seen.append(await engine.render(asked, opens=opens))
-                return seen[-1].tokens
+                seen[opens] = await engine.render(asked, opens=opens)
+                return seen[opens].tokens
 
             new = await spliced(render, request, at, int(kept[-1].tokens[-1]))
-            rendering = seen[-1]
+            rendering = seen.get(True)
         if new is None or rendering is None:
             if found.rollout.sequences >= MAX_SEQUENCES:
                 raise _full_refusal(found.rollout)
@@ -502,26 +500,26 @@ class Answering:
 
     async def _history(self, found: Found) -> list[OpenCall]:
         """The calls from the beginning of the sequence to the one that is gone on from; none where one is damaged, or
-        the server has lost it since it was looked up and gave its number to another one."""
+        the server has lost it since it was looked up and gave its number to another one. Raises Refused."""
         name = found.rollout.name
-        last = await self._kept(name, [found.history_call])
-        if not last or last[0].details.get("history") != found.history:
-            return []
-        path = last[0].details.get("path", [])
-        calls = [*await self._kept(name, path), *last]
-        links = all(call.after_id == before.id for before, call in pairwise(calls))
-        return calls if len(calls) == len(path) + 1 and links else []
-
-    async def _kept(self, name: str, numbers: list[int]) -> list[OpenCall]:
-        """These calls as the server has them; none where one is damaged. Raises Refused."""
 
         def read() -> list[OpenCall]:
-            try:
-                return self._store.read_calls(name, numbers) if numbers else []
-            except PayloadError:
+            last = self._kept(name, [found.history_call])
+            if not last or last[0].details.get("history") != found.history:
                 return []
+            path = last[0].details.get("path", [])
+            calls = [*self._kept(name, path), *last]
+            links = all(call.after_id == before.id for before, call in pairwise(calls))
+            return calls if len(calls) == len(path) + 1 and links else []
 
         return await self._told(read)
+
+    def _kept(self, name: str, numbers: list[int]) -> list[OpenCall]:
+        """These calls as the server has them; none where one is damaged. In a thread."""
+        try:
+            return self._store.read_calls(name, numbers) if numbers else []
+        except PayloadError:
+            return []
 
     async def _recorded(
         self, capability: str, call: OpenCall, digest: str, history: str, found: Found, flight: Flight
@@ -560,12 +558,12 @@ class Answering:
             await asyncio.sleep(min(pause, max(0.0, left - 2 * pause)))
         while True:
             with suppress(OpenRolloutUnknown, ServerUnreachable, ServerRefused, RunGone, EpochChanged):
-                await in_thread(lambda: self._store.touch(capability))
+                await self._threads.do(lambda: self._store.touch(capability))
             await asyncio.sleep(max(pause, SHORTEST_TOUCH_SECONDS))
 
     # -- the server ----------------------------------------------------------------------------------------------------
     async def _told(self, ask: Callable[[], T], *, until: float = 0.0) -> T:
-        """The server's answer, from a thread of its own: no call waits for another one's.
+        """The server's answer, in a thread of its own: no call waits for another one's.
 
         Args:
             until: monotonic; asked again until then while the server is away.
@@ -576,7 +574,7 @@ class Answering:
         """
         while True:
             try:
-                return await in_thread(ask)
+                return await self._threads.do(ask)
             except (ServerUnreachable, ServerRefused) as error:
                 if time.monotonic() < until:
                     await asyncio.sleep(RETRY_SECONDS)

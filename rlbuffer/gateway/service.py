@@ -212,6 +212,7 @@ class Gateway:
             await site.stop()
         await self.answering.drain(DRAIN_SECONDS)
         await runner.cleanup()
+        self.answering.close()
         await self.sweeper.close()
 
     # -- answers -------------------------------------------------------------------------------------------------------
@@ -388,7 +389,7 @@ class Gateway:
                     await response.prepare(request)
                     await response.write_eof()
                 if flight.task.done() and not flight.task.cancelled() and flight.task.exception() is None:
-                    await self.answering.heard(capability, asked, flight)
+                    await self.answering.heard(flight)
             return response
 
         return call

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from queue import SimpleQueue
 from tempfile import TemporaryFile
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ T = TypeVar("T")
 Place = tuple[str, int, str]
 """File, line, function."""
 
+MOST_IDLE = 16
+"""Threads that wait for more work: more than a moment's pieces of short work need."""
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 """A line of faulthandler's."""
 
@@ -28,6 +31,80 @@ async def in_thread(work: Callable[[], T]) -> T:
     returns would hold it for ever. Here nobody waits for a thread that is not awaited any more; it goes along with the
     cancellation (`thread`), for whoever asks where it is.
     """
+    return await _done(work, _started)
+
+
+class KeptThreads:
+    """Daemon threads that are kept for more: for many short pieces of work, of which each would start a thread.
+
+    As with :func:`in_thread` no piece waits for another one, and nobody waits for a thread that is not awaited any
+    more.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._idle: list[_Kept] = []
+        self._is_closed = False
+
+    @property
+    def idle(self) -> int:
+        """Threads that wait for more."""
+        return len(self._idle)
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """Does `work` in a thread that is idle, else in a new one, and gives or raises what it does."""
+        return await _done(work, self._given)
+
+    def close(self) -> None:
+        """Ends the idle threads; those at work end after it. Work may still be done, each in a thread of its own."""
+        with self._lock:
+            self._is_closed, idle, self._idle = True, self._idle, []
+        for thread in idle:
+            thread.work.put(None)
+
+    def _given(self, run: Callable[[], None]) -> threading.Thread:
+        with self._lock:
+            thread = self._idle.pop() if self._idle else None
+        if thread is None:
+            thread = _Kept(self._name, self._rests)
+            thread.start()
+        thread.work.put(run)
+        return thread
+
+    def _rests(self, thread: _Kept) -> bool:
+        """A thread has done its work. -> whether it is kept for more."""
+        with self._lock:
+            if self._is_closed or len(self._idle) >= MOST_IDLE:
+                return False
+            self._idle.append(thread)
+            return True
+
+
+class _Kept(threading.Thread):
+    """Does what comes; None ends it."""
+
+    def __init__(self, name: str, rests: Callable[[_Kept], bool]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._rests = rests
+
+    def run(self) -> None:
+        while (run := self.work.get()) is not None:
+            run()
+            del run  # what it holds would stay until there is more to do
+            if not self._rests(self):
+                return
+
+
+def _started(run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name="user-work", daemon=True)
+    thread.start()
+    return thread
+
+
+async def _done(work: Callable[[], T], begin: Callable[[Callable[[], None]], threading.Thread]) -> T:
+    """What `work` gives or raises in the thread that `begin` takes for it."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[list[T], BaseException | None]] = loop.create_future()
 
@@ -45,8 +122,7 @@ async def in_thread(work: Callable[[], T]) -> T:
         with suppress(RuntimeError):  # the loop is closed: nobody awaits it any more
             loop.call_soon_threadsafe(settle, value, error)
 
-    thread = threading.Thread(target=run, name="user-work", daemon=True)
-    thread.start()
+    thread = begin(run)
     try:
         done, raised = await outcome
     except asyncio.CancelledError as cancelled:

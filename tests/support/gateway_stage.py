@@ -68,6 +68,7 @@ class Served:
             await asyncio.gather(*tasks, return_exceptions=True)
             if runner is not None:
                 await runner.cleanup()
+            self.gateway.answering.close()
 
         self.wait(drop())
         self._end()
