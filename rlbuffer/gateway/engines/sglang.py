@@ -50,7 +50,7 @@ class SglangEngine:
 
     async def render(self, request: AgentRequest, *, opens: bool) -> Rendering:
         body = {"model": self.model, **request.body(), "max_tokens": 1, "return_prompt_token_ids": True}
-        told = await self.endpoint.call("POST", CHAT, json=body, seconds=self._seconds)
+        told = await self.endpoint.call("POST", CHAT, body, seconds=self._seconds)
         try:
             return Rendering(tokens=np.asarray(told["choices"][0]["prompt_token_ids"], np.int32))
         except (KeyError, TypeError, IndexError, ValueError, OverflowError) as error:
@@ -71,7 +71,7 @@ class SglangEngine:
             "return_meta_info": True,
             **({"stop": list(request.stop)} if request.stop else {}),
         }
-        told = await self.endpoint.call("POST", CHAT, json=body, seconds=self._seconds)
+        told = await self.endpoint.call("POST", CHAT, body, seconds=self._seconds)
         try:
             choice = told["choices"][0]
             meta: dict[str, Any] = choice["meta_info"]

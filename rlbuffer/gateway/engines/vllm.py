@@ -65,7 +65,7 @@ class VllmEngine:
 
     async def render(self, request: AgentRequest, *, opens: bool) -> Rendering:
         body = {"model": self.model, **request.body(), "add_generation_prompt": opens}
-        told = await self.endpoint.call("POST", RENDER, json=body, seconds=RENDER_SECONDS)
+        told = await self.endpoint.call("POST", RENDER, body, seconds=RENDER_SECONDS)
         try:
             given = {name: value for name, value in told.items() if name not in ("token_ids", "sampling_params")}
             parameters = told.get("sampling_params") or {}
@@ -95,7 +95,7 @@ class VllmEngine:
         }
         if self._derenders:  # without reasoning there would be no logprobs either
             body |= {"output_mode": "derender", "parse_context": {**(context or {}), "include_reasoning": True}}
-        told = await self.endpoint.call("POST", GENERATE, json=body, seconds=self._seconds)
+        told = await self.endpoint.call("POST", GENERATE, body, seconds=self._seconds)
         try:
             (choice,) = told["choices"]
             completion = self.endpoint.completion(choice, sampling)
@@ -134,7 +134,7 @@ class VllmEngine:
             "prompt_token_ids": tail,
             "chat_request": {**asked, **request.template},
         }
-        parsed = await self.endpoint.call("POST", DERENDER, json=body, seconds=RENDER_SECONDS)
+        parsed = await self.endpoint.call("POST", DERENDER, body, seconds=RENDER_SECONDS)
         return parsed["choices"][0].get("message")
 
     async def close(self) -> None:

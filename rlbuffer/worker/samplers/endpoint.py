@@ -25,18 +25,21 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from http import HTTPStatus
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.errors import ConfigError, RequestFailed, RlbufferError, SamplerUnavailable, WeightsError
-from rlbuffer.process.environment import NO_PROXY
 from rlbuffer.process.identity import identity, may_live, named
+from rlbuffer.process.web_servers import is_own
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import is_adapter
 from rlbuffer.worker.faults import error_of_status
@@ -59,8 +62,9 @@ KEEP_SECONDS = 2.0
 """Longest that an idle connection is kept: vLLM's server closes one after 5 s."""
 AGAIN_SECONDS = 0.1
 """Seconds before a request whose connection broke is sent once more."""
-BROKEN = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+BROKEN = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, ConnectionResetError)
 """Errors of a request whose connection the server closes before it answers."""
+JSON = {"Content-Type": "application/json"}
 
 GENERATE = "/inference/v1/generate"
 NAME_ADAPTER = "/v1/load_lora_adapter"
@@ -95,24 +99,38 @@ class NoSuchPage(ConfigError):
     """The server answers 404: it was not started for this, or is another one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A server's answer, whole."""
+
+    status: int
+    retry_after: str
+    content: bytes
+
+    def told(self) -> str:
+        """What it says, in a line that is not too long."""
+        text = " ".join(self.content.decode(errors="replace").split())
+        return text if len(text) <= 300 else f"{text[:300]}..."
+
+    def field(self, name: str) -> Any:
+        """A field of it; None where the server does not know the question, or answers with something else."""
+        try:
+            answer = json.loads(self.content) if self.status < HTTPStatus.MULTIPLE_CHOICES else None
+        except ValueError:
+            return None
+        return answer.get(name) if isinstance(answer, dict) else None
+
+
 class Endpoint:
-    """One server. Errors of the network and of the server itself are SamplerUnavailable.
+    """One server, asked on one event loop. Errors of the network and of the server itself are SamplerUnavailable.
 
     Args:
         url: ``http://host:port``.
         timeout_seconds: longest that one request may take.
-        client: used instead of one of its own.
         setting: the one that names it.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        timeout_seconds: float,
-        client: httpx.AsyncClient | None = None,
-        setting: str = "sampler_options.servers",
-    ) -> None:
+    def __init__(self, url: str, *, timeout_seconds: float, setting: str = "sampler_options.servers") -> None:
         self.url = url.rstrip("/")
         self._setting = setting
         self.in_flight = 0
@@ -128,20 +146,17 @@ class Endpoint:
         """It was asked to pause, and has not confirmed that it was resumed."""
         self.context = 0
         """Tokens that prompt and completion may have together."""
-        self._seconds = timeout_seconds
-        self._client = client or httpx.AsyncClient(
-            base_url=self.url,
-            mounts=NO_PROXY,
-            timeout=httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_SECONDS),
-        )
+        self.timeout_seconds = timeout_seconds
+        """Longest that one request may take."""
+        self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
         """Resumes a server that a load has left paused, and closes the connections."""
         if self._has_paused:
             with suppress(RlbufferError):
                 await self._resume(LAST_RESUME_SECONDS)
-        await self._client.aclose()
+        if self._session is not None:
+            await self._session.close()
 
     async def probe(self, *, resumes: bool = True) -> None:
         """Learns what the server is, and asks it for one token once it is not paused.
@@ -186,7 +201,7 @@ class Endpoint:
         # The stop tokens are those that were asked for, not the model's own.
         parameters = {**sampling_parameters(sampling), "n": n, "ignore_eos": True}
         body = {"token_ids": prompt.tolist(), "model": self.model, "sampling_params": parameters}
-        answer = await self.call("POST", GENERATE, json=body, seconds=seconds or self._seconds)
+        answer = await self.call("POST", GENERATE, body, seconds=seconds or self.timeout_seconds)
         try:
             choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice.get("index", 0)))
             if len(choices) != n:
@@ -223,7 +238,7 @@ class Endpoint:
                 method = "rlbuffer_load_adapter"
                 await self._name_adapter(directory)
             body = {"method": method, "args": [str(directory), dict(shapes), seed], "timeout": LOAD_SECONDS}
-            answer = await self.call("POST", "/collective_rpc", json=body, seconds=LOAD_SECONDS + CONTROL_SECONDS)
+            answer = await self.call("POST", "/collective_rpc", body, seconds=LOAD_SECONDS + CONTROL_SECONDS)
             refusals = [text for text in answer.get("results", ()) if text]
             if refusals:
                 if before >= 0:
@@ -240,8 +255,7 @@ class Endpoint:
     async def named_version(self) -> int | None:
         """The version that the server names as its weights'; -1 for another name; None where it names none, or is
         being loaded. Raises SamplerUnavailable."""
-        response = await self._respond("GET", "/weight_info", json=None, seconds=ENDPOINT_PROBE_SECONDS)
-        name = _field(response, "weight_version")
+        name = (await self._respond("GET", "/weight_info", seconds=ENDPOINT_PROBE_SECONDS)).field("weight_version")
         if not isinstance(name, str | int):
             return None
         if str(name).isdigit():
@@ -250,7 +264,7 @@ class Endpoint:
 
     async def _label(self, label: str) -> None:
         """Says what the weights are: the engine writes it beside every token."""
-        await self.call("POST", "/update_weight_version", json={"new_version": label})
+        await self.call("POST", "/update_weight_version", {"new_version": label})
 
     # -- paused --------------------------------------------------------------------------------------------------------
     async def _release(self, *, resumes: bool) -> None:
@@ -286,14 +300,12 @@ class Endpoint:
 
     async def _is_paused(self) -> bool | None:
         """None of a server that does not say."""
-        response = await self._respond("GET", "/is_paused", json=None, seconds=ENDPOINT_PROBE_SECONDS)
-        told = _field(response, "is_paused")
+        told = (await self._respond("GET", "/is_paused", seconds=ENDPOINT_PROBE_SECONDS)).field("is_paused")
         return told if isinstance(told, bool) else None
 
     async def _loader(self) -> Mapping[str, Any] | None:
         """The process that loads a version into it, by its note; None where none does, or it is gone."""
-        response = await self._respond("GET", "/weight_info", json=None, seconds=ENDPOINT_PROBE_SECONDS)
-        note = _field(response, "weight_version")
+        note = (await self._respond("GET", "/weight_info", seconds=ENDPOINT_PROBE_SECONDS)).field("weight_version")
         if note in _LOADS:
             return identity() | {"loads": json.loads(note)["loads"]}
         try:
@@ -317,10 +329,10 @@ class Endpoint:
         """Makes the adapter known to the server by name, once; it is changed in place afterwards."""
         if not self._has_adapter:
             body = {"lora_name": ADAPTER_NAME, "lora_path": str(directory)}
-            response = await self._respond("POST", NAME_ADAPTER, json=body, seconds=CONTROL_SECONDS)
-            if response.status_code != HTTPStatus.OK:
+            response = await self._respond("POST", NAME_ADAPTER, body, seconds=CONTROL_SECONDS)
+            if response.status != HTTPStatus.OK:
                 raise ConfigError(
-                    f"{self.url} takes no LoRA adapter ({response.status_code}: {_told(response)}): start vLLM's "
+                    f"{self.url} takes no LoRA adapter ({response.status}: {response.told()}): start vLLM's "
                     "server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, --enable-lora, --max-loras 1 and a "
                     "--max-lora-rank that is large enough, on the adapter's base model",
                     setting=self._setting,
@@ -329,45 +341,64 @@ class Endpoint:
         self.model = ADAPTER_NAME
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
-    async def call(self, method: str, path: str, *, json: Any = None, seconds: float = CONTROL_SECONDS) -> Any:
+    async def call(self, method: str, path: str, body: Any = None, *, seconds: float = CONTROL_SECONDS) -> Any:
         """The JSON that it answers. Raises what :func:`rlbuffer.worker.faults.error_of_status` makes of a status, and
         SamplerUnavailable where no answer comes."""
-        response = await self._respond(method, path, json=json, seconds=seconds)
-        if response.status_code == HTTPStatus.NOT_FOUND:
+        response = await self._respond(method, path, body, seconds=seconds)
+        if response.status == HTTPStatus.NOT_FOUND:
             raise NoSuchPage(
                 f"{self.url} has no {path.partition('?')[0]}: start vLLM's server with VLLM_SERVER_DEV_MODE=1, "
                 "--enable-scale-out and --worker-extension-cls "
                 "rlbuffer.worker.samplers.vllm_extension.WeightsExtension",
                 setting=self._setting,
             )
-        if response.status_code >= HTTPStatus.BAD_REQUEST:
-            sentence = f"{self.url}{path} answers {response.status_code}: {_told(response)}"
-            raise error_of_status(response.status_code, sentence, response.headers.get("Retry-After", ""))
+        if response.status >= HTTPStatus.BAD_REQUEST:
+            sentence = f"{self.url}{path} answers {response.status}: {response.told()}"
+            raise error_of_status(response.status, sentence, response.retry_after)
         try:
-            return response.json() if response.content else {}
+            return json.loads(response.content) if response.content else {}
         except ValueError as error:
             raise SamplerUnavailable(f"{self.url}{path} answered with something that is not JSON") from error
 
-    async def _respond(self, method: str, path: str, *, json: Any, seconds: float) -> httpx.Response:
-        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
-        ask = partial(self._client.request, method, path, json=json, timeout=timeout)
+    async def _respond(self, method: str, path: str, body: Any = None, *, seconds: float) -> Response:
+        data = None if body is None else encoded(body)
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
             try:
-                return await ask()
+                return await self._asked(method, path, data, timeout)
+            except aiohttp.ClientConnectorError:
+                raise
             except BROKEN:
                 # A kept connection can be closed just as it is used again. Everything asked here may be asked twice;
                 # a server that died refuses the second connection.
                 await asyncio.sleep(AGAIN_SECONDS)
-                return await ask()
-        except httpx.ConnectTimeout as error:
-            reason = f"no connection within {CONNECT_SECONDS:g} s"
+                return await self._asked(method, path, data, timeout)
+        except aiohttp.ConnectionTimeoutError as error:
+            reason = f"no connection within {min(CONNECT_SECONDS, seconds):g} s"
             raise SamplerUnavailable(f"{self.url}{path} cannot be reached: {reason}") from error
-        except httpx.TimeoutException as error:
+        except TimeoutError as error:
             raise SamplerUnavailable(f"{self.url}{path} did not answer within {seconds:g} s") from error
-        except httpx.HTTPError as error:
+        except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
-            sentence = f"{self.url}{path} cannot be reached: {reason}"
-            raise SamplerUnavailable(sentence) from error
+            raise SamplerUnavailable(f"{self.url}{path} cannot be reached: {reason}") from error
+
+    async def _asked(self, method: str, path: str, data: bytes | None, timeout: aiohttp.ClientTimeout) -> Response:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS, use_dns_cache=False),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=not is_own(urlsplit(self.url).netloc),  # a proxy cannot reach this host's own servers
+            )
+        asked = self._session.request(
+            method,
+            self.url + path,
+            data=None if data is None else BytesIO(data),  # written in pieces
+            headers=None if data is None else JSON,
+            timeout=timeout,
+            allow_redirects=False,
+        )
+        async with asked as response:
+            return Response(response.status, response.headers.get("Retry-After", ""), await response.read())
 
     def completion(self, choice: Mapping[str, Any], sampling: Sampling) -> Completion:
         """The completion that a choice of the generate endpoint holds.
@@ -416,15 +447,10 @@ def _spans(entries: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def _field(response: httpx.Response, name: str) -> Any:
-    """A field of a server's answer; None where it does not know the question, or answers with something else."""
+def encoded(body: Any) -> bytes:
+    """`body` as JSON. msgspec takes a fourth of the time for a prompt's ids, and no integer of more than 64 bits, such
+    as a tool's schema may have."""
     try:
-        answer = response.json() if response.is_success else None
-    except ValueError:
-        return None
-    return answer.get(name) if isinstance(answer, dict) else None
-
-
-def _told(response: httpx.Response) -> str:
-    text = " ".join(response.text.split())
-    return text if len(text) <= 300 else f"{text[:300]}..."
+        return msgspec.json.encode(body)
+    except OverflowError:
+        return json.dumps(body).encode()

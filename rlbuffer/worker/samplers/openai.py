@@ -60,7 +60,7 @@ class OpenAISampler:
     """See the module's docstring."""
 
     traits = SamplerTraits(
-        extra="openai", needs=("httpx",), least_temperature=LEAST_TEMPERATURE, nucleus_at_any_temperature=False
+        extra="openai", needs=("aiohttp",), least_temperature=LEAST_TEMPERATURE, nucleus_at_any_temperature=False
     )
     Options = OpenAIOptions
 

@@ -8,11 +8,11 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
 from adapter_versions import adapters, changed, drawn_factors, published_base, write_adapter
+from answering_server import answering
 from model_families import GEMMA3_SEES
 from safetensors.torch import load_file, save_file
 from sampler_ratios import check_name
@@ -181,21 +181,18 @@ def test_an_engine_takes_adapters_of_the_model_that_it_runs(tmp_path: Path) -> N
 def test_a_server_that_was_not_started_for_adapters_says_how_to(tmp_path: Path) -> None:
     _, (version,) = adapters(tmp_path, 1)
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        return (
-            httpx.Response(404, text="Not Found") if request.url.path == NAME_ADAPTER else httpx.Response(200, json={})
-        )
-
-    async def ask() -> None:
-        client = httpx.AsyncClient(base_url="http://vllm:8000", transport=httpx.MockTransport(answer))
-        endpoint = Endpoint("http://vllm:8000", timeout_seconds=3.0, client=client)
+    async def ask(url: str) -> None:
+        endpoint = Endpoint(url, timeout_seconds=60.0)
         try:
             await endpoint.load(Path(version.location), {}, 0, seed=1)
         finally:
             await endpoint.close()
 
-    with pytest.raises(ConfigError) as caught:
-        asyncio.run(ask())
+    with (
+        answering(lambda path: (404 if path == NAME_ADAPTER else 200, "{}")) as url,
+        pytest.raises(ConfigError) as caught,
+    ):
+        asyncio.run(ask(url))
     assert "--max-lora-rank" in str(caught.value)
 
 

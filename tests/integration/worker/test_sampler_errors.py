@@ -8,16 +8,15 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
+from answering_server import answering
 
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, RequestFailed, RlbufferError, SamplerUnavailable, WeightsError
@@ -26,59 +25,108 @@ from rlbuffer.weights.files import publish
 from rlbuffer.weights.shapes import names_and_shapes
 from rlbuffer.worker.samplers import Sampling, endpoint, make_sampler
 from rlbuffer.worker.samplers.decoding import Decoder
-from rlbuffer.worker.samplers.endpoint import GENERATE, Endpoint
+from rlbuffer.worker.samplers.endpoint import GENERATE, Endpoint, encoded
 from rlbuffer.worker.samplers.openai import OpenAIOptions, OpenAISampler
 
-URL = "http://vllm:8000"
 PROMPT = np.array([1, 2], np.int32)
 ONE = Sampling(max_new_tokens=1)
-Answer = Callable[[httpx.Request], httpx.Response]
+SLOW = None
+"""A server that gives no answer."""
 
 
-def choices(*given: dict[str, Any]) -> Answer:
-    return lambda request: httpx.Response(200, json={"choices": list(given)})
-
-
-def timeout(request: httpx.Request) -> httpx.Response:
-    raise httpx.ReadTimeout("", request=request)
-
-
-def away(request: httpx.Request) -> httpx.Response:
-    raise httpx.ConnectError("connection refused", request=request)
+def choices(*given: dict[str, Any]) -> tuple[int, str]:
+    return 200, json.dumps({"choices": given})
 
 
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (timeout, SamplerUnavailable),
-        (away, SamplerUnavailable),
-        (lambda request: httpx.Response(500, text="engine\ndead"), SamplerUnavailable),
-        (lambda request: httpx.Response(400, text="no such model"), RequestFailed),
-        (lambda request: httpx.Response(404), ConfigError),
-        (lambda request: httpx.Response(200, text="hello"), SamplerUnavailable),
+        (SLOW, SamplerUnavailable),
+        ((500, "engine\ndead"), SamplerUnavailable),
+        ((400, "no such model"), RequestFailed),
+        ((404, ""), ConfigError),
+        ((200, "hello"), SamplerUnavailable),
         (choices(), RequestFailed),
         (choices({"text": "a"}), RequestFailed),
         (choices({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}}), RequestFailed),
         (choices({"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}), RequestFailed),
     ],
 )
-def test_a_server_that_answers_wrongly_is_named_with_what_it_said(answer: Answer, error: type[RlbufferError]) -> None:
-    async def ask() -> None:
-        client = httpx.AsyncClient(base_url=URL, transport=httpx.MockTransport(answer))
-        endpoint = Endpoint(URL, timeout_seconds=3.0, client=client)
+def test_a_server_that_answers_wrongly_is_named_with_what_it_said(
+    answer: tuple[int, str] | None, error: type[RlbufferError]
+) -> None:
+    async def ask(url: str) -> None:
+        endpoint = Endpoint(url, timeout_seconds=0.3 if answer == SLOW else 60.0)
         try:
             await endpoint.sample(PROMPT, n=1, sampling=ONE)
         finally:
             await endpoint.close()
 
-    with pytest.raises(error):
+    with answering(lambda path: answer) as url, pytest.raises(error, match=url) as caught:
+        asyncio.run(ask(url))
+    if answer and answer[0] in (400, 500):
+        assert " ".join(answer[1].split()) in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_of_this_host_is_asked_without_the_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")  # nobody answers there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def ask(url: str) -> Any:
+        endpoint = Endpoint(url, timeout_seconds=60.0)
+        try:
+            return await endpoint.call("POST", "/", {})
+        finally:
+            await endpoint.close()
+
+    with answering(lambda path: (200, "7")) as url:
+        assert asyncio.run(ask(url.replace("127.0.0.1", host))) == 7
+    with pytest.raises(SamplerUnavailable, match=r"vllm:8000/ cannot be reached: .*127\.0\.0\.1:1"):
+        asyncio.run(ask("http://vllm:8000"))  # by the proxy
+
+
+@pytest.mark.parametrize("given", ["a\ud7ff \u2028 \U0001f333", 2**64, -(2**63) - 1, 1.5e300, [None, True, 1, -2, 0.1]])
+def test_what_a_server_is_asked_is_the_same_value_of_json(given: object) -> None:
+    assert json.loads(encoded({"asked": given})) == {"asked": given}
+
+
+def test_a_request_of_many_bytes_reaches_a_server_whole(tmp_path: Path) -> None:
+    whole = "x" * 3_000_000
+    with Server(None) as server:
+
+        async def ask() -> None:
+            endpoint = Endpoint(server.url, timeout_seconds=60.0)
+            try:
+                await endpoint.call("POST", "/any", {"text": whole})
+            finally:
+                await endpoint.close()
+
+        asyncio.run(ask())
+    assert server.bodies == [("/any", {"text": whole})]
+
+
+def test_a_server_that_is_away_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+    async def ask() -> None:
+        endpoint = Endpoint(url, timeout_seconds=60.0)
+        try:
+            await endpoint.look()
+        finally:
+            await endpoint.close()
+
+    with pytest.raises(SamplerUnavailable, match=f"{url}/v1/models cannot be reached"):
         asyncio.run(ask())
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"servers": URL, "port": 1},
+        {"servers": "http://vllm:8000", "port": 1},
         {},
         {"servers": ["vllm"]},
     ],
@@ -174,7 +222,7 @@ def test_a_request_may_take_as_long_as_a_rollout(own: dict[str, float], expected
     """A completion of 32,000 tokens takes longer than ten minutes."""
     settings = WorkerSettings(env="vcopy", sampler="openai", rollout_timeout_seconds=3600.0)
     sampler = OpenAISampler.make(settings, OpenAIOptions(servers="http://vllm:8000", **own), seed=0)
-    assert [endpoint._client.timeout.read for endpoint in sampler._endpoints] == [expected]
+    assert [endpoint.timeout_seconds for endpoint in sampler._endpoints] == [expected]
     asyncio.run(sampler.close())
 
 
@@ -205,7 +253,8 @@ def test_a_connection_that_is_closed_as_it_is_used_again_takes_no_server_down(tm
 def test_a_server_that_closes_every_connection_is_named(tmp_path: Path) -> None:
     with Server(None, answers_per_connection=0) as server, pytest.raises(SamplerUnavailable, match=server.url):
         sampled(tmp_path, 0, servers=server.url)
-    assert server.asked == ["/v1/models", "/v1/models"]
+    assert set(server.asked) == {"/v1/models"}
+    assert len(server.asked) > 1, "it was asked again"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what a full queue does differs elsewhere")
