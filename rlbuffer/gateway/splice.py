@@ -1,8 +1,8 @@
 """The tokens of new messages behind an answer, without a template of our own.
 
-The engine renders a short conversation twice, whose answer is a stand-in: alone, and with the new messages behind it.
-What the second has behind the stand-in's turn is what the whole conversation has behind the real answer. The prompt is
-then exactly what the engine saw and sampled before, and those tokens: no text is encoded a second time.
+The engine renders a short conversation twice, at once, whose answer is a stand-in: alone, and with the new messages
+behind it. What the second has behind the stand-in's turn is what the whole conversation has behind the real answer. The
+prompt is then exactly what the engine saw and sampled before, and those tokens: no text is encoded a second time.
 
 Where the stand-in's turn ends is told by the token that ended the real answer:
 
@@ -16,6 +16,7 @@ Anything else has no splice, and the conversation is rendered whole, as a new se
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -67,12 +68,19 @@ async def spliced(render: Render, request: AgentRequest, answers: int, last: int
     None: there is no splice, or the template refuses the stand-in.
     """
     start, new = stand_in(request.messages[answers - 1]), request.messages[answers:]
+    asked = render(_with(request, start), False), render(_with(request, (*start, *new)), True)
+    outcomes = await asyncio.gather(*asked, return_exceptions=True)  # neither is still at work when it is left
     try:
-        alone = await render(_with(request, start), False)
-        both = await render(_with(request, (*start, *new)), True)
+        alone, both = map(_rendered, outcomes)
     except RequestFailed:  # whether it refuses the whole conversation, too, tells its rendering
         return None
     return behind(alone, both, last)
+
+
+def _rendered(outcome: Tokens | BaseException) -> Tokens:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 # -- self-check ------------------------------------------------------------------------------------------------------
