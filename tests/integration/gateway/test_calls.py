@@ -352,7 +352,8 @@ def test_a_server_that_loses_the_last_call_in_the_middle_of_the_next_costs_conte
     monkeypatch.setattr(store, moment, lossy)
     agent.ask("say two")
     agent.ask("say three")
-    assert "something else" not in decoded(stage.engine.samples[-1].prompt)  # the helper's words
+    prompts = [decoded(sample.prompt) for sample in stage.engine.samples]  # the helper may be at work still
+    assert "something else" not in [prompt for prompt in prompts if "say three" in prompt][-1]  # the helper's words
     assert agent.end().status_code == 200
     (rollout,) = stage.rollouts()
     assert rollout.failure is None
