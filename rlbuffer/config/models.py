@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlbuffer.config.settings import ModelSettings
 
@@ -53,3 +53,44 @@ def router_loss(config: Mapping[str, Any]) -> str:
         f"{where.get('router_aux_loss_coef')}), which rlbuffer train does not compute: set it to false in the model's "
         "config to train without that loss, or compute it in a trainer of your own"
     )
+
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_topk")
+
+
+class ExpertCounts(NamedTuple):
+    """The sizes of a model with experts."""
+
+    layers: int
+    """Of the model, those without experts too."""
+    taken: int
+    """Experts of a token in one layer; 0: the config does not say."""
+    experts: int
+    """Of one layer."""
+
+    @property
+    def words(self) -> str:
+        """What a record of them takes."""
+        size = self.layers * self.taken * (1 if self.experts <= 256 else 2)
+        return f"{size} bytes a token ({self.layers} layers, {self.taken} of {self.experts} experts)"
+
+
+def experts_in(config: Mapping[str, Any]) -> ExpertCounts | None:
+    """What a Hugging Face config says of experts; None of a model without.
+
+    Example:
+        >>> experts_in({"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}).words
+        '384 bytes a token (48 layers, 8 of 128 experts)'
+    """
+    text = config.get("text_config")
+    config = text if isinstance(text, Mapping) else config
+    experts, taken = _first_count(config, _COUNTS), _first_count(config, _TAKEN)
+    if experts < 2:
+        return None
+    return ExpertCounts(_first_count(config, ("num_hidden_layers",)), taken, experts)
+
+
+def _first_count(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    values = (config.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value), 0)
