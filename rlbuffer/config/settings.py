@@ -166,6 +166,11 @@ class WorkerSettings(Table):
     groups_in_flight: int = Field(4, ge=1, description="Groups in flight at once; one batch of a batch sampler.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; logprobs are of the whole vocabulary all the same.")
+    record_experts: bool = Field(
+        False,
+        description="Record the experts that took each token in (column routed_experts), for models with experts: the "
+        "trainer computes with the same ones. Layers x experts of a token, in bytes, for each token.",
+    )
     rollout_timeout_seconds: float = Field(
         600.0, gt=0, description="Longest that one rollout may take, sampling and scoring together."
     )

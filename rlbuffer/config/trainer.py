@@ -124,6 +124,11 @@ class TrainerSettings(Table):
     gradient_checkpointing: bool = Field(
         False, description="Compute activations again in the backward pass: less memory, about a third more time."
     )
+    replay_experts: bool = Field(
+        True,
+        description="Compute with the experts that rollouts record (column routed_experts), where they do; false: the "
+        "router chooses again.",
+    )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature that the logits are divided by.")
     timeout_seconds: float = Field(300.0, gt=0, description="How long to wait for a step before giving up (exit 5).")
     optimizer: OptimizerSettings = OptimizerSettings()

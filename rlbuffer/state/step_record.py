@@ -71,6 +71,12 @@ class StepRecord:
     correction_weight: Mapping[str, float] = metric(
         "train_correction_weight_mean", "gauge", "Mean over the trained tokens.", dict, labels="correction"
     )
+    experts_unrecorded: float | None = metric(
+        "train_experts_unrecorded_ratio",
+        "gauge",
+        "Tokens that took the router's own choice of experts, for want of a record, in a step that has records.",
+        None,
+    )
     grad_norm: float | None = metric("train_gradient_norm", "gauge", "Of the last update, before clipping.", None)
     learning_rate: float | None = metric("train_learning_rate", "gauge", "Of the last update.", None)
     # -- what was trained on

@@ -46,7 +46,8 @@ def waited_of(records: Sequence[StepRecord]) -> Waited:
 
 
 def masked_words(record: StepRecord) -> str:
-    """What leaves a step's tokens without a gradient, beside the loss itself, and what corrections weigh; "": nothing.
+    """What leaves a step's tokens without a gradient, beside the loss itself, what corrections weigh, and tokens whose
+    experts are not those that they were sampled with; "": nothing.
 
     Example:
         >>> masked_words(StepRecord(masked_fraction=0.3, masked_by={"clip": 0.25, "icepop": 0.1},
@@ -56,7 +57,8 @@ def masked_words(record: StepRecord) -> str:
     others = {stage: share for stage, share in record.masked_by.items() if share and stage != "clip"}
     masked = [f"masked {record.masked_fraction:.1%} ({_shares(others)})"] if others and record.masked_fraction else []
     weights = " ".join(f"{name} {weight:.2f}" for name, weight in record.correction_weight.items())
-    return "  ".join([*masked, *([f"weight {weights}"] if weights else [])])
+    other = [f"experts unrecorded {record.experts_unrecorded:.1%}"] if record.experts_unrecorded else []
+    return "  ".join([*masked, *([f"weight {weights}"] if weights else []), *other])
 
 
 def nothing_left(record: StepRecord) -> str:

@@ -141,6 +141,15 @@ def open_session(
             longest=settings.batcher.row_tokens,
             recompute=settings.trainer.gradient_checkpointing,
         )
+        if policy.no_replay and settings.trainer.replay_experts:
+            for name, worker in settings.worker.items():
+                if worker.record_experts:
+                    why = "trainer.replay_experts = false trains with the router's own choice"
+                    raise ConfigError(
+                        f"worker.{name} records experts, and the trainer cannot compute with them: "
+                        f"{policy.no_replay}. {why}",
+                        setting="trainer.replay_experts",
+                    )
         base = None
         if settings.trainer.lora.is_used:
             write = partial(_write_base, settings, policy) if rank == 0 else lambda: None

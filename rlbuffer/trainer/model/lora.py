@@ -23,7 +23,7 @@ from rlbuffer.config.adapters import adapter_config as adapter_config_at
 from rlbuffer.config.adapters import beyond_lora, wrong_start
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError, WeightsError, installed_by
-from rlbuffer.trainer.model.packed_policy import text_model
+from rlbuffer.weights.blocks import text_model
 from rlbuffer.weights.fit import require_same
 from rlbuffer.weights.layout import ADAPTER_FILE
 

@@ -12,19 +12,23 @@ the model as right-padded batches of similar lengths; only the head still sees o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from rlbuffer.errors import PackedForwardError
+from rlbuffer.errors import ConfigError, PackedForwardError
+from rlbuffer.records.routed import ROUTED_EXPERTS
 from rlbuffer.trainer.model.attention import ATTENTION, Mask, SegmentPlan
 from rlbuffer.trainer.model.logprobs import PLAIN, LogitShape, token_logprobs
-from rlbuffer.trainer.model.norms import norms_in_float64
-from rlbuffer.trainer.model.selftest import PackedForward, backbone_of, logit_shape_of, self_test
+from rlbuffer.trainer.model.selftest import PackedForward, logit_shape_of, replay_test, self_test
+from rlbuffer.trainer.model.wide import in_float64
+from rlbuffer.weights.blocks import backbone_of, decoder_layers, text_model
+from rlbuffer.weights.experts import Experts, experts_of, has_experts
 
 Layout = Literal["packed", "padded"]
 
@@ -58,6 +62,10 @@ class PackedPolicy(nn.Module):
         self.shape = shape
         self.compute = compute
         """Dtype of the products, where it is not the parameters' own (autocast)."""
+        self.experts: Experts | None = None
+        """What replays the choice among experts; None where the model has none, or it cannot be replayed."""
+        self.no_replay = ""
+        """Why it cannot."""
         self.in_one_batch = False
         """Padded: one call of the model per micro-batch, also where that pads more. Sharded ranks need equal calls."""
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -65,29 +73,59 @@ class PackedPolicy(nn.Module):
             raise PackedForwardError(f"{type(model).__name__} has no output embeddings: it is not a causal LM")
         self._head: list[nn.Module] = [head]
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, routed: Tensor | None = None
+    ) -> Tensor:
         """[T, D] last hidden states of a packed row; every segment sees only itself."""
         together = self.in_one_batch and self.layout == "padded"
         plan = SegmentPlan(cu_seqlens.cpu().numpy(), input_ids.device, in_one_batch=together)
         if self.layout == "padded":
-            return plan.map(self._padded, input_ids.long())
-        output = backbone_of(self.model)(
-            input_ids=input_ids[None].long(),
-            position_ids=position_ids[None].long(),
-            use_cache=False,
-            **({"segments": plan} if self.attention == ATTENTION else {}),
-        )
+            return plan.map(self._padded, input_ids.long(), *(() if routed is None else (routed,)))
+        with self._replaying(routed):
+            output = backbone_of(self.model)(
+                input_ids=input_ids[None].long(),
+                position_ids=position_ids[None].long(),
+                use_cache=False,
+                **({"segments": plan} if self.attention == ATTENTION else {}),
+            )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
     def _padded(self, width: int, parts: Sequence[Tensor], mask_of: Mask) -> Tensor:
-        """[n, width] tokens -> [n, width, D]. Padding stands to the right: no real token can see it."""
-        mask = mask_of()
-        output = backbone_of(self.model)(
-            input_ids=parts[0], attention_mask=None if mask is None else mask.long(), use_cache=False
-        )
+        """[n, width] tokens, and [n, width, layers, K] experts where they are recorded -> [n, width, D]. Padding stands
+        to the right: no real token can see it."""
+        mask, (tokens, *routed) = mask_of(), parts
+        with self._replaying(routed[0].flatten(0, 1) if routed else None):
+            output = backbone_of(self.model)(
+                input_ids=tokens, attention_mask=None if mask is None else mask.long(), use_cache=False
+            )
         hidden: Tensor = output.last_hidden_state
         return hidden
+
+    def _replaying(self, routed: Tensor | None) -> AbstractContextManager[None]:
+        return nullcontext() if routed is None or self.experts is None else self.experts.replaying(routed)
+
+    def check_record(self, routed: Tensor) -> None:
+        """Looks whether recorded experts [T, layers, K] are of such a model.
+
+        Raises:
+            ConfigError: they are not, or the model's choice cannot be replayed.
+        """
+        off, way_out = [*routed.shape[1:]], "trainer.replay_experts = false leaves the column unused"
+        if self.experts is None:
+            why = self.no_replay or f"{type(self.model).__name__} has no experts"
+            raise ConfigError(
+                f"the rollouts record experts (column {ROUTED_EXPERTS}, {off} for a token), and {why}. {way_out}",
+                setting="trainer.replay_experts",
+            )
+        layers, top_k, count = self.experts.layers, self.experts.top_k, self.experts.num_experts
+        most = int(routed.max()) if routed.numel() else 0
+        if off != [layers, top_k] or most >= count:
+            raise ConfigError(
+                f"column {ROUTED_EXPERTS} has {off} for a token, and experts up to {most}. It is of another model: "
+                f"this one has {layers} layers, and {top_k} of {count} experts for a token. {way_out}",
+                setting="trainer.replay_experts",
+            )
 
     def forward(
         self,
@@ -96,15 +134,22 @@ class PackedPolicy(nn.Module):
         cu_seqlens: Tensor,
         chosen: Tensor,
         temperature: Tensor | float = 1.0,
+        routed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of the chosen tokens, under all tokens before them in their segment.
 
         Shapes: ``input_ids``, ``position_ids`` [T]; ``cu_seqlens`` [S + 1]; ``chosen`` [N] indices of tokens, none of
-        them the first of its segment; ``temperature`` a number or [N]; -> ([N], [N]), nats.
+        them the first of its segment; ``temperature`` a number or [N]; ``routed`` [T, layers, K] int32, the experts to
+        compute with; -> ([N], [N]), nats.
+
+        Raises:
+            ConfigError: `routed` is not of such a model.
         """
+        if routed is not None:
+            self.check_record(routed)
         kind = input_ids.device.type
         with torch.autocast(kind, dtype=self.compute or torch.bfloat16, enabled=self.compute is not None):
-            hidden = self.hidden_states(input_ids, position_ids, cu_seqlens)
+            hidden = self.hidden_states(input_ids, position_ids, cu_seqlens, routed)
         head = self._head[0]
         if self.compute is not None:
             hidden = hidden.to(self.compute)
@@ -148,10 +193,13 @@ def prepare(
     torch.backends.cuda.enable_cudnn_sdp(False)
     freeze_what_texts_leave_out(model)
     if next(model.parameters()).dtype == torch.float64:
-        norms_in_float64(model)
+        in_float64(model)
+    experts, no_replay = _experts_of(model)
     if recompute:
+        again: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        again |= {} if experts is None else {"context_fn": experts.contexts}
         for layer in decoder_layers(model):
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = partial(checkpoint, layer.forward, **again)
     name = type(model).__name__
     reasons = []
     try:
@@ -166,11 +214,14 @@ def prepare(
             model.set_attn_implementation(attention)
             for policy.compute in (None,) if compute is None else (None, compute):
                 forward, keeps_rows = packed_forward(policy), layout == "padded"
-                self_test(model, forward, longest=longest, compute=policy.compute, keeps_rows=keeps_rows)
+                near = self_test(model, forward, longest=longest, compute=policy.compute, keeps_rows=keeps_rows)
+                if experts is not None:
+                    policy.experts = experts
+                    replay_test(model, experts, forward, tolerance=near, compute=policy.compute)
         except (PackedForwardError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reasons.append(f"{attention}: {str(error).partition('. ')[0]}")
             continue
-        policy.refused = "; ".join(reasons)
+        policy.refused, policy.no_replay = "; ".join(reasons), no_replay
         return policy
     if layout == "packed":
         raise PackedForwardError(
@@ -183,9 +234,9 @@ def prepare(
 def packed_forward(policy: PackedPolicy) -> PackedForward:
     """The policy's forward pass in the form that :func:`self_test` takes."""
 
-    def forward(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def forward(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, routed: Tensor | None = None) -> Tensor:
         chosen = torch.nonzero(position_ids > 0)[:, 0]
-        logprobs, _ = policy(input_ids, position_ids, cu_seqlens, chosen)
+        logprobs, _ = policy(input_ids, position_ids, cu_seqlens, chosen, routed=routed)
         out = logprobs.new_zeros(len(input_ids))
         out[chosen] = logprobs
         scattered: Tensor = out
@@ -194,11 +245,14 @@ def packed_forward(policy: PackedPolicy) -> PackedForward:
     return forward
 
 
-def text_model(model: PreTrainedModel) -> nn.Module:
-    """The part that texts go through: a model of images has towers beside it."""
-    decoder: nn.Module | None = model.get_decoder()  # type: ignore[no-untyped-call]
-    text: nn.Module = backbone_of(model) if decoder is None or decoder is model else decoder
-    return text
+def _experts_of(model: PreTrainedModel) -> tuple[Experts | None, str]:
+    """What replays the choice among the model's experts, and why there is none though the model has experts."""
+    if not has_experts(model):
+        return None, ""
+    try:
+        return experts_of(model), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def freeze_what_texts_leave_out(model: PreTrainedModel) -> None:
@@ -208,11 +262,3 @@ def freeze_what_texts_leave_out(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if id(parameter) not in used:
             parameter.requires_grad_(False)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks that the model stacks, in order: what is recomputed, or sharded, as one."""
-    base = text_model(model)
-    stacks = [list(child) for child in base.children() if isinstance(child, nn.ModuleList)]
-    stacks = stacks or [list(module) for module in base.modules() if isinstance(module, nn.ModuleList)][:1]
-    return max(stacks, key=len, default=[])

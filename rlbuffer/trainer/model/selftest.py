@@ -6,9 +6,9 @@ refuses nothing and ignores nothing), and its own head. Everything faster has to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from rlbuffer.errors import PackedForwardError
 from rlbuffer.trainer.model.logprobs import LogitShape
+from rlbuffer.weights.blocks import backbone_of
+from rlbuffer.weights.experts import Experts
 
 LENGTHS = (23, 1, 5, 17, 33)
 """Tokens of the self-test's rollouts in the order of their row: a lone token among them, and both sides of the smallest
@@ -27,8 +29,8 @@ BEYOND_WINDOW = 33
 """Tokens by which one more rollout is longer than a sliding window."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Nats that packed and separate logprobs may differ by at most. float64 is not tighter because the models' norms and
-rotary tables compute in float32 inside."""
+"""Nats that packed and separate logprobs may differ by at most. float64 is not tighter because a family's own code may
+hold float32 inside."""
 ROUNDING = 3.0
 """How far products in 16 bit may move packed logprobs from separate ones, in what they move the separate ones: a
 trained model is moved by far more than a fresh one, one with experts most, as a choice among them turns over."""
@@ -37,8 +39,15 @@ COMPANY = 30.0
 a dense model that is nothing; experts sum in another order when other tokens come to them, which moves a trained model
 by 1e-3 nats in float32."""
 
-PackedForward = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(input_ids [T], position_ids [T], cu_seqlens [S + 1]) -> [T] logprob of each token, 0 for the first of a segment."""
+
+class PackedForward(Protocol):
+    """A forward pass over a packed row."""
+
+    def __call__(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, routed: Tensor | None = None
+    ) -> Tensor:
+        """(input_ids [T], position_ids [T], cu_seqlens [S + 1], recorded experts [T, layers, K]) -> [T] logprob of each
+        token, 0 for the first of a segment."""
 
 
 @torch.no_grad()
@@ -49,14 +58,15 @@ def self_test(
     longest: int | None = None,
     compute: torch.dtype | None = None,
     keeps_rows: bool = False,
-) -> None:
+) -> float:
     """Runs a few rollouts packed by `forward` and one by one by the library, and compares.
 
     Then puts other tokens to the end of the first rollout and of the row, and looks whether what lies between notices:
     that finds a leak even in a model whose weights are still too small for attention to matter.
 
     With a sliding window one rollout is longer than it, and the window must be seen: without it the library's own
-    logprobs must be others, or nothing would have been proven.
+    logprobs must be others, or nothing would have been proven. -> nats by which packed and separate logprobs
+    may differ.
 
     Args:
         longest: tokens of the longest rollout that will come; None: unknown.
@@ -104,6 +114,39 @@ def self_test(
                 f"the self-test cannot see the model's window of {window} tokens: without it logprobs of "
                 f"{lengths[-1]} tokens move by {seen:.2g} nats only, so nothing proves that packed rows honour it"
             )
+    return tolerance
+
+
+@torch.no_grad()
+def replay_test(
+    model: PreTrainedModel,
+    experts: Experts,
+    forward: PackedForward,
+    *,
+    tolerance: float,
+    compute: torch.dtype | None = None,
+) -> None:
+    """Runs a few rollouts with drawn experts packed by `forward` and one by one by the library, and compares.
+
+    Raises:
+        PackedForwardError: they differ by more than `tolerance`: the record does not reach the tokens that it is of.
+    """
+    device, rng = next(model.parameters()).device, np.random.default_rng(0)
+    tokens = torch.from_numpy(rng.integers(0, vocabulary_of(model), sum(LENGTHS))).to(device)
+    draws = rng.random((len(tokens), experts.layers, experts.num_experts))
+    record = torch.from_numpy(draws.argsort(-1)[..., : experts.top_k]).int().to(device)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS]).to(device)
+    cu_seqlens = torch.from_numpy(np.concatenate(([0], np.cumsum(LENGTHS)))).to(device)
+    separate = []
+    for piece, rows in zip(torch.split(tokens, [*LENGTHS]), torch.split(record, [*LENGTHS]), strict=True):
+        with experts.replaying(rows):
+            separate.append(separate_logprobs(model, piece, compute=compute))
+    difference = float((forward(tokens, positions, cu_seqlens, record) - torch.cat(separate)).abs().max())
+    if not difference <= tolerance:
+        raise PackedForwardError(
+            f"with recorded experts packed logprobs differ from separate ones by {difference:.2g} nats (at most "
+            f"{tolerance:g})"
+        )
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
@@ -182,12 +225,6 @@ def logit_shape_of(model: PreTrainedModel) -> LogitShape:
             f"{differences[best]:.2g}"
         )
     return shapes[best]
-
-
-def backbone_of(model: PreTrainedModel) -> Any:
-    """The model without its head: what gives ``last_hidden_state``."""
-    candidates = (model.base_model, model.get_decoder(), getattr(model, "model", model))  # type: ignore[no-untyped-call]
-    return next((base for base in candidates if base is not model), model)
 
 
 def acting_window(model: PreTrainedModel, longest: int | None) -> int | None:

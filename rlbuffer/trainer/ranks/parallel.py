@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rlbuffer.process.ranks import Ranks
-from rlbuffer.trainer.model.packed_policy import PackedPolicy, decoder_layers
+from rlbuffer.trainer.model.packed_policy import PackedPolicy
+from rlbuffer.weights.blocks import decoder_layers
 
 Parallel = Literal["ddp", "fsdp"]
 

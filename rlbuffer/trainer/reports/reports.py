@@ -104,6 +104,8 @@ class Reports:
                 f"the library's {session.policy.attention} attention needs a mask of a row's tokens squared, and time "
                 f"for it: {session.policy.refused}"
             )
+        if session.policy.no_replay:
+            self.warn(f"the model's router chooses again, whatever rollouts record: {session.policy.no_replay}")
 
     def step(self, step: Step, tally: Tally, watch: Stopwatch, place: Place) -> None:
         """A step was trained, published and acknowledged. All ranks call it.

@@ -77,6 +77,7 @@ class Tally:
             ratio=ratios_of([part["ratios"] for part in parts]),
             clip_fraction=sums["masked/clip"] / trained,
             **self._masked(sums, sum(its["truncated_tokens"] for its in envs.values())),
+            experts_unrecorded=sums["routed/unrecorded"] / sums["routed/tokens"] if sums["routed/tokens"] else None,
             grad_norm=self.gradient_norm,
             learning_rate=self.learning_rate,
             tokens=header.tokens,

@@ -18,6 +18,7 @@ from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
+from rlbuffer.records.routed import ROUTED_EXPERTS, is_record
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, masks_of, per_token_of, uses_old, weights_of
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.update.blame import naming, way_out
@@ -28,19 +29,27 @@ from rlbuffer.trainer.update.token_choice import choose, chooses, draws
 
 _MASKED = {stage: f"masked/{stage}" for stage in STAGES}
 _WEIGHTS = {name: f"weight/{name}" for name in CORRECTION_FACTS}
-SUMS = ("loss", "entropy", "kl", "loss_tokens", "tokens", "masked", *_MASKED.values(), *_WEIGHTS.values())
+_ROUTED = ("routed/tokens", "routed/unrecorded")
+SUMS = ("loss", "entropy", "kl", "loss_tokens", "tokens", "masked", *_ROUTED, *_MASKED.values(), *_WEIGHTS.values())
 """Quantities that every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without
 padding; ``masked`` are trained tokens that any stage leaves without a gradient, ``masked/STAGE`` those of each, and
-``weight/NAME`` is what a correction weighs."""
+``weight/NAME`` is what a correction weighs. ``routed/tokens`` are those with another one behind them, in steps whose
+experts are replayed; ``routed/unrecorded`` those of them without a record."""
 
 
 def trained_tokens(
-    policy: nn.Module, micro_batch: MicroBatch, *, temperature: float = 1.0, version: int | None = None
+    policy: nn.Module,
+    micro_batch: MicroBatch,
+    *,
+    temperature: float = 1.0,
+    version: int | None = None,
+    replays_experts: bool = True,
 ) -> TrainedTokens:
     """Runs the policy over a micro-batch that holds torch tensors and gives what the losses need of it.
 
     A column ``temperatures`` wins over `temperature`, for the rollouts that have it; a column ``weights`` weighs tokens
-    in the loss. `version` is the policy version that is trained, which ages are counted from.
+    in the loss; a column ``routed_experts`` says which experts compute, unless `replays_experts` is False. `version` is
+    the policy version that is trained, which ages are counted from.
     """
     arrays: Any = micro_batch
     chosen = torch.nonzero(arrays.loss_mask)[:, 0]
@@ -52,7 +61,9 @@ def trained_tokens(
         scale = temperatures[chosen]
         if "temperatures" in arrays.lacking:
             scale = torch.where(arrays.lacking["temperatures"][chosen], temperature, scale)
-    logprobs, entropy = policy(arrays.input_ids, arrays.position_ids, arrays.cu_seqlens, chosen, scale)
+    recorded = arrays.columns.get(ROUTED_EXPERTS) if replays_experts else None
+    routed = None if recorded is None else recorded.int()
+    logprobs, entropy = policy(arrays.input_ids, arrays.position_ids, arrays.cu_seqlens, chosen, scale, routed)
     reference, weights = arrays.columns.get("ref_logprobs"), arrays.columns.get("weights")
     return TrainedTokens(
         logprobs=logprobs,
@@ -142,6 +153,8 @@ class Updates:
                 with self._times.measure("exchange" if is_last and world_size > 1 else "backward"):
                     (share * world_size).backward()  # type: ignore[no-untyped-call]
                 sums += _sums(tokens, share, masks, corrections, micro_batch)
+                if self._settings.replay_experts and ROUTED_EXPERTS in host_batch.columns:
+                    sums += _routed_sums(host_batch)
             self._ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
         return sums
 
@@ -166,7 +179,13 @@ class Updates:
     def _tokens(self, micro_batch: MicroBatch, index: int) -> TrainedTokens:
         """The tokens of the step's micro-batch `index`, beside the logprobs that their ratios are against."""
         settings = self._settings
-        tokens = trained_tokens(self._policy, micro_batch, temperature=settings.temperature, version=self._number - 1)
+        tokens = trained_tokens(
+            self._policy,
+            micro_batch,
+            temperature=settings.temperature,
+            version=self._number - 1,
+            replays_experts=settings.replay_experts,
+        )
         if not self._uses_old:
             return tokens
         return replace(tokens, old_logprobs=tokens.logprobs.detach() if self._old is None else self._old[index])
@@ -231,4 +250,14 @@ def _sums(
     numbers = torch.stack([value.double() for value in measured.values()]).tolist()
     sums = dict.fromkeys(SUMS, 0.0) | dict(zip(measured, numbers, strict=True))
     sums["loss_tokens"], sums["tokens"] = len(difference), sum(sample.length for sample in micro_batch.samples)
+    return torch.tensor([*sums.values()], dtype=torch.float64)
+
+
+def _routed_sums(micro_batch: MicroBatch) -> Tensor:
+    """The sums of one micro-batch, on the host, that tell how many of its tokens take the router's own choice."""
+    sums = dict.fromkeys(SUMS, 0.0)
+    recorded = is_record(micro_batch.columns[ROUTED_EXPERTS]).any(axis=-1)  # the rows of dense layers are none
+    for piece in micro_batch.unpack(recorded):
+        sums["routed/tokens"] += len(piece) - 1  # no engine takes a sequence's last token in
+        sums["routed/unrecorded"] += int((~piece[:-1]).sum())
     return torch.tensor([*sums.values()], dtype=torch.float64)

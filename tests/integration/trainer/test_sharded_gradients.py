@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.trainer.model.lora import add_adapter
-from rlbuffer.trainer.model.packed_policy import decoder_layers, prepare
+from rlbuffer.trainer.model.packed_policy import prepare
 from rlbuffer.trainer.ranks.parallel import exchanging
+from rlbuffer.weights.blocks import decoder_layers
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 import rlbuffer
 from rlbuffer.testing import make_group
 from rlbuffer.trainer.losses import TrainedTokens
+from rlbuffer.weights.experts import experts_of
 from rlbuffer.weights.model import TINY_QWEN3, model_from_config
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
@@ -288,19 +289,21 @@ def test_images_that_are_not_as_many_as_their_places_are_named(monkeypatch: pyte
         images.places_of(mb)
 
 
-def test_the_example_of_routed_experts_computes_with_what_the_engine_chose(
+def test_a_loop_of_ones_own_computes_with_the_experts_that_the_engine_took(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    routed, loss_of = example(monkeypatch, "routed_experts"), example(monkeypatch, "plain_loop").loss_of
+    loss_of = example(monkeypatch, "plain_loop").loss_of
     torch.manual_seed(0)
     model = model_from_config(QWEN3_MOE).eval()
-    routers = [module for module in model.modules() if isinstance(module, routed.Qwen3MoeTopKRouter)]
+    engine = experts_of(model)
     rng = np.random.default_rng(1)
 
     def sampled(rollout: rlbuffer.Rollout, is_known: bool) -> rlbuffer.Rollout:
         """An engine's choice, which is not this model's; of the last token none is known."""
-        shape = len(rollout.tokens), len(routers)
-        experts = np.stack([rng.permutation(6)[:2] for _ in range(shape[0] * shape[1])]).reshape(*shape, 2)
+        shape = len(rollout.tokens), engine.layers
+        experts = np.stack([rng.permutation(engine.num_experts)[:2] for _ in range(shape[0] * shape[1])]).reshape(
+            *shape, 2
+        )
         experts[-1] = -1
         return replace(rollout, columns={"routed_experts": experts.astype(np.int16)} if is_known else {})
 
@@ -310,22 +313,17 @@ def test_the_example_of_routed_experts_computes_with_what_the_engine_chose(
     ]
 
     def replayed(mb: rlbuffer.MicroBatch) -> torch.Tensor:
-        with routed.replayed(model, mb):
+        with engine.replaying(mb.columns.get("routed_experts")):
             return loss_of(model, mb)
 
     batches = assert_trained_as_alone(redis_url, groups, model, replayed)
     assert (
         apart(gradient(model, map(replayed, batches)), gradient(model, [loss_of(model, mb) for mb in batches])) > 0.01
     )
-    chosen: list[torch.Tensor] = []
     for mb in batches:
-        chosen.clear()
-        with routed.replayed(model, mb):
-            hooks = [router.register_forward_hook(lambda *call: chosen.append(call[2][2])) for router in routers]
+        with engine.replaying(mb.columns.get("routed_experts")), engine.recording() as recording:
             loss_of(model, mb)
-        for hook in hooks:
-            hook.remove()
-        pairs = zip(mb.unpack(torch.stack(chosen, 1)), mb.unpack(mb.columns["routed_experts"].long()), strict=True)
+        pairs = zip(mb.unpack(recording.rows()), mb.unpack(mb.columns["routed_experts"].short()), strict=True)
         for sample, (took, wanted) in zip(mb.samples, pairs, strict=True):
             assert torch.equal(took[:-1], wanted[:-1]) == (sample.rollout_id != f"{sample.group_id}/1")
 
