@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -371,3 +372,32 @@ def test_what_is_asked_for_together_is_one_batch_and_a_failure_reaches_all_who_a
     assert [[int(c.tokens[0]) for c in answer] for answer in answers] == [[i, i] for i in range(5)]
     batch.error = RuntimeError("out of memory")
     assert [str(answer) for answer in asyncio.run(ask())] == ["out of memory"] * 5
+
+
+def test_a_rollout_has_the_experts_of_its_completions_and_none_of_what_came_after() -> None:
+    def routed(length: int, first: int) -> np.ndarray:
+        """An engine's record, of all but the last token."""
+        return np.stack([[[first + i, first + i + 1]] for i in range(length - 1)])
+
+    turns = [
+        replace(completion([5, 6]), routed_experts=routed(5, 0)),  # three tokens of the prompt, two of its own
+        replace(completion([7]), routed_experts=routed(7, 100)),
+        completion([8]),  # without
+    ]
+    sampler = Scripted(*turns)
+
+    async def play() -> Rollout:
+        async def ask(tokens: np.ndarray, sampling: Sampling) -> Completion:
+            return (await sampler.sample(tokens, n=1, sampling=sampling))[0]
+
+        episode = Episode(PROMPT.tokens, ask, Sampling(max_new_tokens=4))
+        await episode.sample()
+        episode.extend([9])
+        await episode.sample()
+        episode.extend([9])
+        await episode.sample()
+        return episode.rollout(Score(reward=1.0))
+
+    rows = asyncio.run(play()).columns["routed_experts"]
+    assert rows.dtype == np.uint8
+    assert rows[:, 0].tolist() == [*[[100 + i, 101 + i] for i in range(6)], [0, 0], [0, 0], [0, 0]]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import PromptTooLong
 from rlbuffer.records.rollout import Rollout, TokenSequence
+from rlbuffer.records.routed import ROUTED_EXPERTS, renewed, routed_column
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.worker.envs.prompt import Score
 from rlbuffer.worker.samplers.base import Completion, Sampling
@@ -41,6 +42,7 @@ class Episode:
         self._spans: list[VersionSpan] = []
         self._turns: list[Turn] = []
         self._length = 0
+        self._routed: NDArray[Any] | None = None
         self.finish_reason = ""
         """Why the last completion ended; ``length`` also when the context was full."""
         self.extend(prompt, role="user")
@@ -64,6 +66,8 @@ class Episode:
         """Adds a completion of the tokens so far."""
         start = self._length
         self._add(completion.tokens, np.ones(len(completion.tokens), np.bool_), completion.logprobs, role)
+        if completion.routed_experts is not None:
+            self._routed = renewed(self._routed, routed_column(completion.routed_experts, self._length))
         for version, first, end in completion.version_spans:
             last = self._spans[-1] if self._spans else None
             if last is not None and (last.policy_version, last.end) == (version, start + first):
@@ -127,6 +131,7 @@ class Episode:
             "logprobs": np.concatenate(self._logprobs),
             "version_spans": tuple(self._spans),
             "turns": tuple(self._turns) if len(self._turns) > 2 else (),
+            "columns": {} if self._routed is None else {ROUTED_EXPERTS: routed_column(self._routed, self._length)},
         }
 
     def _add(self, ids: NDArray[np.int32], mask: NDArray[np.bool_], logprobs: NDArray[np.float32], role: str) -> None:

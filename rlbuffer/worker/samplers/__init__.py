@@ -39,7 +39,13 @@ def make_sampler(settings: WorkerSettings, *, seed: int = 0) -> Sampler:
         ConfigError: it is not there, or cannot do what the settings ask for.
     """
     name, options = settings.sampler, settings.sampler_options
-    for setting, text, _ in wrong_sampler(name, options, temperature=settings.temperature, top_p=settings.top_p):
+    for setting, text, _ in wrong_sampler(
+        name,
+        options,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        records_experts=settings.record_experts,
+    ):
         raise ConfigError(text, setting=setting)
     sampler = _class_of(name)
     try:
@@ -50,7 +56,13 @@ def make_sampler(settings: WorkerSettings, *, seed: int = 0) -> Sampler:
 
 
 def wrong_sampler(
-    name: str, options: Mapping[str, Any], *, temperature: float, top_p: float, is_deterministic: bool = False
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    temperature: float,
+    top_p: float,
+    records_experts: bool = False,
+    is_deterministic: bool = False,
 ) -> Iterator[tuple[str, str, bool]]:
     """What a worker's settings ask of a sampler that it cannot do. -> (setting of the worker, what is wrong, True: it
     is fatal), as :mod:`rlbuffer.checks.imports` tells it from a process of its own.
@@ -68,6 +80,8 @@ def wrong_sampler(
         yield "top_p", f"top_p = {top_p:g} needs temperature = 1 with sampler {name}, not {temperature:g}: {why}", True
     if temperature < (least := traits.least_temperature):
         yield "temperature", f"temperature = {temperature:g}: sampler {name} samples at {least:g} at least", True
+    if records_experts and not traits.records_experts:
+        yield "record_experts", f"record_experts = true: sampler {name} does not say which experts it takes", True
     if is_deterministic and not traits.is_reproducible:
         yield "sampler", f"deterministic = true: sampler {name} gives other tokens for the same seed", True
     _options_of(sampler, options)

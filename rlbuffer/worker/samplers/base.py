@@ -5,15 +5,18 @@ A :class:`Sampler` is asynchronous: many prompts are in flight at once, and a ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import PromptTooLong, RequestFailed, WeightsError
+from rlbuffer.config.models import experts_in
+from rlbuffer.errors import ConfigError, PromptTooLong, RequestFailed, WeightsError
+from rlbuffer.process.logs import fields
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import base_of, is_adapter
@@ -22,6 +25,8 @@ ADAPTER_NAME = "rlbuffer"
 """Name of the served LoRA adapter in engines and requests."""
 LEAST_TEMPERATURE = 0.01
 """Below it vLLM samples with this one and says nothing in the answer (`_MAX_TEMP` of vLLM 0.32)."""
+
+_log = logging.getLogger(__name__)
 
 
 def seeds_of(seed: int) -> Iterator[int]:
@@ -135,6 +140,19 @@ def opened(policy: PolicyVersion, served: Opened | None = None) -> Opened:
     )
 
 
+def tell_record(config: Mapping[str, Any]) -> None:
+    """Says what recording the experts of a model takes, by its Hugging Face config.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    counts = experts_in(config)
+    if counts is None:
+        kind = config.get("model_type")
+        raise ConfigError(f"record_experts = true, but a model of kind {kind} has no experts", setting="record_experts")
+    _log.info("experts are recorded: %s", counts.words, extra=fields("record", experts=counts.words))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One sampled continuation of a prompt."""
@@ -148,6 +166,9 @@ class Completion:
     """``stop`` (a stop token), ``length`` (the limit), ``abort`` (told to stop: not to be trained on)."""
     version_spans: tuple[VersionSpan, ...]
     """Version that sampled each range of tokens: ascending, together [0, C)."""
+    routed_experts: NDArray[Any] | None = None
+    """[P + C, layers, K]; the experts that took each token in, those of the prompt first, as
+    :mod:`rlbuffer.records.routed` has them. None where they are not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +187,8 @@ class SamplerTraits:
     """Below it the engine samples at this one and says nothing."""
     nucleus_at_any_temperature: bool = True
     """False: with ``top_p`` below 1 its logprobs are of the whole vocabulary at temperature 1 alone."""
+    records_experts: bool = False
+    """It can say which experts took each token in (``record_experts``)."""
     takes_batches: bool = False
     """Prompts should come together, and the next ones after these are finished."""
 

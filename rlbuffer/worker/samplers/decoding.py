@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,25 +25,33 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.routed import routed_column
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.adapters import model_directory, state_of
+from rlbuffer.weights.experts import Experts, experts_of
 from rlbuffer.weights.files import load_state, open_weights, read_config
 from rlbuffer.weights.layout import base_of, is_adapter
 from rlbuffer.weights.model import in_own_names, load_into, model_from_config
-from rlbuffer.worker.samplers.base import Completion, Sampling
+from rlbuffer.worker.samplers.base import Completion, Sampling, tell_record
 
 
 class Decoder:
     """See the module's docstring. Used from one thread at a time. Always samples in float32, whatever the trainer's
-    dtype."""
+    dtype.
 
-    def __init__(self, *, seed: int, device: str = "cpu") -> None:
+    Args:
+        records_experts: completions say which experts took each token in.
+    """
+
+    def __init__(self, *, seed: int, device: str = "cpu", records_experts: bool = False) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device = cuda, but torch sees no CUDA device here", setting="device")
         self._device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._model: PreTrainedModel | None = None
         self._version = -1
+        self._records_experts = records_experts
+        self._experts: Experts | None = None
         self._base: tuple[str, Mapping[str, torch.Tensor]] = ("", {})
         """Checksum and tensors of the model that adapters are merged into."""
 
@@ -69,6 +79,12 @@ class Decoder:
             model = model_from_config(read_config(model_directory(directory)))
         model.train(False).requires_grad_(False)
         torch.nn.Module.to(model, self._device)
+        if self._records_experts:
+            tell_record(model.config.to_dict())
+            try:
+                self._experts = experts_of(model)
+            except ConfigError as error:
+                raise ConfigError(f"record_experts = true: {error}", setting="record_experts") from error
         return model
 
     def _state(self, model: PreTrainedModel, directory: Path) -> Mapping[str, torch.Tensor]:
@@ -106,7 +122,8 @@ class Decoder:
         # Without padding the model derives mask and positions from the cache, which is the faster path.
         extra = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if is_padded else {}
         always = {_name_of_cache(model): cache, "use_cache": True, "logits_to_keep": 1}
-        logits = model(input_ids=ids, **always, **extra).logits
+        logits, read = self._passed(model, input_ids=ids, **always, **extra)
+        record = None if read is None else _Record(read.view(*ids.shape, *read.shape[1:]))
         cache.batch_repeat_interleave(n)
         logits = logits.repeat_interleave(n, dim=0)
         mask = mask.repeat_interleave(n, dim=0)
@@ -138,11 +155,48 @@ class Decoder:
                 mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
                 extra = {"attention_mask": mask, "position_ids": position}
                 position = position + 1
-            logits = model(input_ids=drawn, **always, **extra).logits
+            logits, read = self._passed(model, input_ids=drawn, **always, **extra)
+            if record is not None and read is not None:
+                record.steps.append(read)
 
         reasons = ["stop" if finished else "abort" if is_aborted else "length" for finished in is_finished.tolist()]
         completions = _completions(tokens, logprobs, lengths, reasons, self._version)
+        if record is not None:
+            sizes = [len(prompt) for prompt in prompts for _ in range(n)]
+            completions = record.beside(completions, sizes, n)
         return [completions[start : start + n] for start in range(0, rows, n)]
+
+    def _passed(self, model: PreTrainedModel, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The logits of a forward pass, and the experts [tokens, layers, K] that it took, where they are recorded."""
+        if self._experts is None:
+            return model(**inputs).logits, None
+        with self._experts.recording() as recording:
+            logits = model(**inputs).logits
+        return logits, recording.rows()
+
+
+class _Record:
+    """The experts of a batch: those that read the prompts, then those of each token that was drawn and taken in.
+
+    Shapes: ``prompts`` [prompts, longest, layers, K], padded on the left; each of ``steps`` [rows, layers, K].
+    """
+
+    def __init__(self, prompts: torch.Tensor) -> None:
+        self._prompts = prompts
+        self.steps: list[torch.Tensor] = []
+
+    def beside(self, completions: Sequence[Completion], sizes: Sequence[int], n: int) -> list[Completion]:
+        """The completions with their records; `sizes` are the tokens of each one's prompt."""
+        prompts = self._prompts.cpu().numpy()
+        steps = torch.stack(self.steps).cpu().numpy() if self.steps else None
+        out = []
+        for row, (completion, size) in enumerate(zip(completions, sizes, strict=True)):
+            parts = [prompts[row // n, prompts.shape[1] - size :]]
+            if steps is not None:
+                parts.append(steps[: len(completion.tokens) - 1, row])  # the last token was never taken in
+            rows = np.concatenate(parts)
+            out.append(replace(completion, routed_experts=routed_column(rows, size + len(completion.tokens))))
+        return out
 
 
 def _completions(

@@ -127,6 +127,7 @@ class TransformersSampler(Batched):
         needs=("torch", "transformers"),
         is_exact=True,
         is_reproducible=True,
+        records_experts=True,
         takes_batches=True,
     )
     Options = Table
@@ -135,4 +136,4 @@ class TransformersSampler(Batched):
     def make(cls, settings: WorkerSettings, options: Table, *, seed: int) -> Self:
         from rlbuffer.worker.samplers.decoding import Decoder
 
-        return cls(Decoder(seed=seed, device=settings.device))
+        return cls(Decoder(seed=seed, device=settings.device, records_experts=settings.record_experts))
