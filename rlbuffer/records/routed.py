@@ -8,6 +8,7 @@ column; a rollout without the column.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,22 +52,21 @@ def routed_column(rows: Any, length: int) -> NDArray[Any]:
     return column
 
 
-def renewed(before: NDArray[Any] | None, rows: NDArray[Any]) -> NDArray[Any]:
-    """The record of a sequence after an engine has read it again: the later one where it is a record, the earlier one
-    elsewhere.
+def joined(parts: Sequence[tuple[int, NDArray[Any]]], length: int) -> NDArray[Any] | None:
+    """The record of a sequence of `length` tokens by records of parts of it, each with the place where it ends. An
+    engine reads tokens again: of two records of a token the later one counts. None where there is no part.
 
-    Shapes: before [T, layers, K], rows [T', layers, K], T' >= T -> [T', layers, K].
+    Shapes: each part [R, layers, K] -> [length, layers, K], 0 where none has a record.
 
     Raises:
         InvalidRollout: they are of different models.
     """
-    if before is None:
-        return rows
-    if before.shape[1:] != rows.shape[1:]:
-        raise InvalidRollout(
-            f"column {ROUTED_EXPERTS}: {list(before.shape[1:])} layers and experts of a token, then "
-            f"{list(rows.shape[1:])}"
-        )
-    out = rows.astype(np.result_type(before, rows))
-    out[: len(before)] = np.where(is_record(rows[: len(before)])[..., None], rows[: len(before)], before)
-    return out
+    if not parts:
+        return None
+    shapes = sorted({rows.shape[1:] for _, rows in parts})
+    if len(shapes) > 1:
+        raise InvalidRollout(f"column {ROUTED_EXPERTS}: layers and experts of a token are {shapes} in one sequence")
+    column = np.zeros((length, *shapes[0]), np.result_type(*(rows for _, rows in parts)))
+    for end, rows in parts:
+        np.copyto(column[end - len(rows) : end], rows, where=is_record(rows)[..., None])
+    return column

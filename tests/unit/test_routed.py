@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlbuffer.errors import InvalidRollout
-from rlbuffer.records.routed import is_record, renewed, routed_column
+from rlbuffer.records.routed import is_record, joined, routed_column
 
 
 def rows(*values: list[int], dtype: str = "u1") -> np.ndarray:
@@ -41,7 +41,9 @@ def test_what_is_no_record_of_these_tokens_is_refused(wrong: object) -> None:
 
 def test_the_later_record_counts_where_it_is_one() -> None:
     before, again = rows([1, 2], [3, 4], [0, 0]), rows([2, 1], [0, 0], [5, 300], [7, 8], dtype="u2")
-    assert renewed(before, again)[:, 0].tolist() == [[2, 1], [3, 4], [5, 300], [7, 8]]
-    assert renewed(None, again) is again
-    with pytest.raises(InvalidRollout, match="layers and experts of a token"):
-        renewed(np.zeros((2, 2, 2), np.uint8), again)
+    column = joined([(3, before), (4, again), (6, rows([6, 7], [0, 0]))], 6)
+    assert column is not None
+    assert column[:, 0].tolist() == [[2, 1], [3, 4], [5, 300], [7, 8], [6, 7], [0, 0]]
+    assert joined([], 4) is None
+    with pytest.raises(InvalidRollout, match="in one sequence"):
+        joined([(2, np.zeros((2, 2, 2), np.uint8)), (4, again)], 4)

@@ -98,7 +98,7 @@ class VllmEngine:
         told = await self.endpoint.call("POST", GENERATE, body, seconds=self._seconds)
         try:
             (choice,) = told["choices"]
-            completion = self.endpoint.completion(choice, sampling)
+            completion = self.endpoint.completion(choice, sampling, len(prompt))
             stop = choice.get("stop_reason")
             by_text = isinstance(stop, str) or (bool(request.stop) and "stop_reason" not in choice)
             is_ended = completion.finish_reason == "stop" and not by_text

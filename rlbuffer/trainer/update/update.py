@@ -62,8 +62,8 @@ def trained_tokens(
         if "temperatures" in arrays.lacking:
             scale = torch.where(arrays.lacking["temperatures"][chosen], temperature, scale)
     recorded = arrays.columns.get(ROUTED_EXPERTS) if replays_experts else None
-    routed = None if recorded is None else recorded.int()
-    logprobs, entropy = policy(arrays.input_ids, arrays.position_ids, arrays.cu_seqlens, chosen, scale, routed)
+    further = {} if recorded is None else {"routed": recorded.int()}
+    logprobs, entropy = policy(arrays.input_ids, arrays.position_ids, arrays.cu_seqlens, chosen, scale, **further)
     reference, weights = arrays.columns.get("ref_logprobs"), arrays.columns.get("weights")
     return TrainedTokens(
         logprobs=logprobs,

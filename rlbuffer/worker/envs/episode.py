@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import PromptTooLong
 from rlbuffer.records.rollout import Rollout, TokenSequence
-from rlbuffer.records.routed import ROUTED_EXPERTS, renewed, routed_column
+from rlbuffer.records.routed import ROUTED_EXPERTS, joined, routed_column
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.worker.envs.prompt import Score
 from rlbuffer.worker.samplers.base import Completion, Sampling
@@ -67,7 +67,9 @@ class Episode:
         start = self._length
         self._add(completion.tokens, np.ones(len(completion.tokens), np.bool_), completion.logprobs, role)
         if completion.routed_experts is not None:
-            self._routed = renewed(self._routed, routed_column(completion.routed_experts, self._length))
+            parts = [] if self._routed is None else [(len(self._routed), self._routed)]
+            rows = routed_column(completion.routed_experts, self._length)
+            self._routed = joined([*parts, (self._length, rows)], self._length)
         for version, first, end in completion.version_spans:
             last = self._spans[-1] if self._spans else None
             if last is not None and (last.policy_version, last.end) == (version, start + first):

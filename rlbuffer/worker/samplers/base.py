@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.config.models import experts_in
-from rlbuffer.errors import ConfigError, PromptTooLong, RequestFailed, WeightsError
+from rlbuffer.errors import ConfigError, InvalidRollout, PromptTooLong, RequestFailed, WeightsError
 from rlbuffer.process.logs import fields
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.routed import routed_column
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import base_of, is_adapter
 
@@ -106,6 +107,8 @@ class Opened:
     shapes: dict[str, list[int]]
     """Name -> shape."""
     vocab_size: int
+    config: Mapping[str, Any]
+    """Hugging Face config of the whole model."""
     base: str
     """sha256 of the model that an adapter is for; "" of a whole model."""
 
@@ -135,6 +138,7 @@ def opened(policy: PolicyVersion, served: Opened | None = None) -> Opened:
         directory=directory,
         model=model,
         shapes=shapes,
+        config=config,
         vocab_size=int((config.get("text_config") or config).get("vocab_size") or config.get("vocab_size") or 0),
         base=base_of(directory).checksum if is_adapter(directory) else "",
     )
@@ -169,6 +173,25 @@ class Completion:
     routed_experts: NDArray[Any] | None = None
     """[P + C, layers, K]; the experts that took each token in, those of the prompt first, as
     :mod:`rlbuffer.records.routed` has them. None where they are not recorded."""
+
+
+def with_record(completion: Completion, prompt: int, rows: Any) -> Completion:
+    """The completion behind so many tokens of a prompt, with the experts that an engine says took both in: [T, layers,
+    K], without the last token.
+
+    Raises:
+        RequestFailed: it says nothing of them, or what is no record of these tokens.
+    """
+    length = prompt + len(completion.tokens)
+    if rows is None:
+        raise RequestFailed("record_experts = true, but the engine does not say which experts it took")
+    try:
+        column = routed_column(rows, length)
+    except InvalidRollout as error:
+        raise RequestFailed(f"the engine's record of {length} tokens is none: {error}") from error
+    if len(rows) < length - 1:
+        raise RequestFailed(f"the engine's record has {len(rows)} of {length} tokens")
+    return replace(completion, routed_experts=column)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

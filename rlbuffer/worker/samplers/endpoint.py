@@ -13,6 +13,8 @@ A load pauses the server, and a load without a pause kills vLLM's engine. So the
 loads: it labels the server's weights with a note of itself instead of a version. Whoever brings the server up later
 resumes it, unless that process is still there. Tokens of weights that were half loaded carry the note, and no version.
 
+To record experts it needs ``--enable-return-routed-experts`` as well.
+
 For LoRA adapters: DIR is their base model, and the server needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` and
 ``--enable-lora --max-loras 1 --max-lora-rank R``.
 """
@@ -20,6 +22,7 @@ For LoRA adapters: DIR is their base model, and the server needs ``VLLM_ALLOW_RU
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import time
 import uuid
@@ -43,7 +46,7 @@ from rlbuffer.process.web_servers import is_own
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import is_adapter
 from rlbuffer.worker.faults import error_of_status
-from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, finish_reason, fitted
+from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, finish_reason, fitted, with_record
 
 CONNECT_SECONDS = 5.0
 """Longest that connecting may take."""
@@ -128,11 +131,21 @@ class Endpoint:
         url: ``http://host:port``.
         timeout_seconds: longest that one request may take.
         setting: the one that names it.
+        records_experts: completions say which experts took each token in; the server needs
+            ``--enable-return-routed-experts``.
     """
 
-    def __init__(self, url: str, *, timeout_seconds: float, setting: str = "sampler_options.servers") -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_seconds: float,
+        setting: str = "sampler_options.servers",
+        records_experts: bool = False,
+    ) -> None:
         self.url = url.rstrip("/")
         self._setting = setting
+        self._records_experts = records_experts
         self.in_flight = 0
         """Rollouts that are being sampled there."""
         self.version = -1
@@ -206,7 +219,7 @@ class Endpoint:
             choices = sorted(answer.get("choices") or [], key=lambda choice: int(choice.get("index", 0)))
             if len(choices) != n:
                 raise RequestFailed(f"{self.url}: {len(choices)} completions came instead of {n}")
-            return [self.completion(choice, sampling) for choice in choices]
+            return [self.completion(choice, sampling, len(prompt)) for choice in choices]
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             why = f"{type(error).__name__}: {error}"
             raise RequestFailed(f"{self.url}{GENERATE} answered with what is no completion ({why})") from error
@@ -400,11 +413,11 @@ class Endpoint:
         async with asked as response:
             return Response(response.status, response.headers.get("Retry-After", ""), await response.read())
 
-    def completion(self, choice: Mapping[str, Any], sampling: Sampling) -> Completion:
-        """The completion that a choice of the generate endpoint holds.
+    def completion(self, choice: Mapping[str, Any], sampling: Sampling, prompt: int) -> Completion:
+        """The completion, behind so many tokens of a prompt, that a choice of the generate endpoint holds.
 
         Raises:
-            RequestFailed: it lacks token ids, logprobs or versions.
+            RequestFailed: it lacks token ids, logprobs, versions, or experts that were asked for.
         """
         ids = choice.get("token_ids")
         if ids is None:
@@ -423,12 +436,20 @@ class Endpoint:
                 f"{self.url}{GENERATE} does not say which version sampled which token (weight_versions): take vLLM "
                 "0.32 or newer"
             )
-        return Completion(
+        completion = Completion(
             tokens=tokens,
             logprobs=logprobs,
             finish_reason=finish_reason(choice.get("finish_reason"), tokens, sampling),
             version_spans=_spans(spans or ()),
         )
+        if not self._records_experts:
+            return completion
+        if choice.get("routed_experts") is None:
+            raise RequestFailed(
+                f"{self.url}{GENERATE} does not say which experts it took (routed_experts): start vLLM's server with "
+                "--enable-return-routed-experts, which takes a GPU"
+            )
+        return with_record(completion, prompt, _npy(choice["routed_experts"]))
 
 
 def _logprobs(choice: Mapping[str, Any]) -> list[float]:
@@ -445,6 +466,12 @@ def _spans(entries: Sequence[Mapping[str, Any]]) -> tuple[VersionSpan, ...]:
         version = int(span["version"]) if str(span["version"]).isdigit() else -1
         spans.append(VersionSpan(version, int(span["start"]), int(span["end"])))
     return tuple(spans)
+
+
+def _npy(text: str) -> NDArray[Any]:
+    """An array as vLLM writes it into JSON: numpy's file format in base64. Raises ValueError, TypeError."""
+    array: NDArray[Any] = np.load(BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    return array
 
 
 def encoded(body: Any) -> bytes:

@@ -30,6 +30,7 @@ from rlbuffer.worker.samplers.base import (
     Sampling,
     opened,
     seeds_of,
+    tell_record,
 )
 
 if TYPE_CHECKING:
@@ -60,21 +61,29 @@ class OpenAISampler:
     """See the module's docstring."""
 
     traits = SamplerTraits(
-        extra="openai", needs=("aiohttp",), least_temperature=LEAST_TEMPERATURE, nucleus_at_any_temperature=False
+        extra="openai",
+        needs=("aiohttp",),
+        least_temperature=LEAST_TEMPERATURE,
+        nucleus_at_any_temperature=False,
+        records_experts=True,
     )
     Options = OpenAIOptions
 
     @classmethod
     def make(cls, settings: WorkerSettings, options: OpenAIOptions, *, seed: int) -> Self:
         given = {"timeout_seconds": settings.rollout_timeout_seconds} | options.model_dump(exclude_unset=True)
-        return cls(OpenAIOptions(**given), seed=seed)
+        return cls(OpenAIOptions(**given), seed=seed, records_experts=settings.record_experts)
 
-    def __init__(self, options: OpenAIOptions, *, seed: int = 0) -> None:
+    def __init__(self, options: OpenAIOptions, *, seed: int = 0, records_experts: bool = False) -> None:
         from rlbuffer.worker.samplers.endpoint import Endpoint
 
         self._updates = options.updates_weights
         self._seeds = seeds_of(seed)
-        self._endpoints = [Endpoint(url, timeout_seconds=options.timeout_seconds) for url in options.servers]
+        self._records_experts = records_experts
+        self._endpoints = [
+            Endpoint(url, timeout_seconds=options.timeout_seconds, records_experts=records_experts)
+            for url in options.servers
+        ]
         self._opened: Opened | None = None
         """The version that is served."""
         self._loading = asyncio.Lock()
@@ -94,6 +103,8 @@ class OpenAISampler:
 
     async def load(self, policy: PolicyVersion) -> None:
         version = await asyncio.to_thread(opened, policy, self._opened)
+        if self._records_experts and self._opened is None:
+            tell_record(version.config)
         async with self._loading:
             outcomes = await asyncio.gather(
                 *(self._bring_up(endpoint, version) for endpoint in self._endpoints), return_exceptions=True

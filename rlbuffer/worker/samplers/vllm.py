@@ -38,6 +38,8 @@ from rlbuffer.worker.samplers.base import (
     logprobs_mode,
     opened,
     seeds_of,
+    tell_record,
+    with_record,
 )
 
 if TYPE_CHECKING:
@@ -96,20 +98,33 @@ class VllmSampler:
         seed: of sampling. Each start of an engine gets one that is drawn from it: with the same one a restarted engine
             would draw again what it has drawn before.
         top_p: of what is trained; it decides which logprobs the engine gives.
+        records_experts: completions say which experts took each token in. vLLM does so on GPUs alone.
         options: engine arguments of vLLM by name.
     """
 
     traits = SamplerTraits(
-        extra="vllm", needs=("vllm",), least_temperature=LEAST_TEMPERATURE, nucleus_at_any_temperature=False
+        extra="vllm",
+        needs=("vllm",),
+        least_temperature=LEAST_TEMPERATURE,
+        nucleus_at_any_temperature=False,
+        records_experts=True,
     )
     Options = VllmOptions
 
     @classmethod
     def make(cls, settings: WorkerSettings, options: VllmOptions, *, seed: int) -> Self:
-        return cls(seed=seed, top_p=settings.top_p, options=options.model_extra or {})
+        return cls(
+            seed=seed,
+            top_p=settings.top_p,
+            options=options.model_extra or {},
+            records_experts=settings.record_experts,
+        )
 
-    def __init__(self, *, seed: int, top_p: float, options: Mapping[str, Any]) -> None:
+    def __init__(self, *, seed: int, top_p: float, options: Mapping[str, Any], records_experts: bool = False) -> None:
         self._options = {"enable_log_requests": False, "disable_log_stats": True, **options}
+        self._records_experts = records_experts
+        if records_experts:
+            self._options["enable_return_routed_experts"] = True
         self._seeds = seeds_of(seed)
         self._logprobs_mode = logprobs_mode(top_p)
         self._engine: AsyncLLM | None = None
@@ -172,7 +187,11 @@ class VllmSampler:
             raise SamplerUnavailable(f"the vLLM engine has died ({error}); it is started again") from error
         if final is None:
             raise SamplerUnavailable("the vLLM engine ended a request without an answer")
-        return [_completion(choice, sampling) for choice in sorted(final.outputs, key=lambda choice: choice.index)]
+        made = [_completion(choice, sampling) for choice in sorted(final.outputs, key=lambda choice: choice.index)]
+        if not self._records_experts:
+            return made
+        records = (choice.routed_experts for choice in sorted(final.outputs, key=lambda choice: choice.index))
+        return [with_record(one, len(prompt), rows) for one, rows in zip(made, records, strict=True)]
 
     async def close(self) -> None:
         if self._engine is not None:
@@ -208,6 +227,8 @@ class VllmSampler:
         from rlbuffer.weights.adapters import rank_and_scale
 
         adapter, options = None, self._options
+        if self._records_experts:
+            tell_record(version.config)
         if version.base:
             adapter = LoRARequest(ADAPTER_NAME, 1, str(version.directory))
             rank, _ = rank_and_scale(version.directory)
@@ -236,6 +257,8 @@ class VllmSampler:
             if engine is not None:
                 await self._drop(engine)
             why = self._trouble = f"the vLLM engine does not start: {type(error).__name__}: {error}"
+            if self._records_experts and isinstance(error, ValueError):  # its settings cannot work, here or at all
+                raise ConfigError(f"record_experts = true: {why}", setting="record_experts") from error
             raise SamplerUnavailable(why) from error
         self._engine, self._adapter, self._opened = engine, adapter, version
 
