@@ -116,6 +116,10 @@ class GatewaySettings(Table):
     )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; what agents ask for does not count.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; logprobs are of the whole vocabulary all the same.")
+    record_experts: bool = Field(
+        False,
+        description="Record the experts that took each token in (column routed_experts), where the engines say them.",
+    )
     max_new_tokens: int = Field(
         0, ge=0, description="Longest answer in tokens, also where an agent asks for more; 0: as long as it asks for."
     )

@@ -44,6 +44,7 @@ from rlbuffer.errors import (
 from rlbuffer.gateway.dialects.base import Dialect, Told
 from rlbuffer.gateway.engines.base import Answer, Engine, Rendering, shaped, sound
 from rlbuffer.gateway.engines.fleet import Fleet
+from rlbuffer.gateway.experts import kept_rows
 from rlbuffer.gateway.history import answers_in, beginnings, following, request_digest
 from rlbuffer.gateway.request import AgentRequest, Refused
 from rlbuffer.gateway.splice import Template, spliced
@@ -485,6 +486,7 @@ class Answering:
             "created": int(time.time()),
             "temperature": self._settings.temperature,
             "path": [call.number for call in kept],
+            **kept_rows(answer.completion.routed_experts, length - len(new) - bool(kept)),
         }
         return OpenCall(
             id=made,

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlbuffer.client.agent_calls import CALL, IDS
 from rlbuffer.errors import InvalidRollout
+from rlbuffer.gateway.experts import rows_of
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import ROW
@@ -155,6 +156,7 @@ def _path(calls: Sequence[OpenCall], made: dict[int, Call]) -> list[Call]:
                 role=str(call.details.get("role") or "user")[:64],
                 key=call.number,
                 about={CALL: call.number},
+                routed=rows_of(call.details),
             )
         found.append(made[call.number])
         place += len(call.tokens)

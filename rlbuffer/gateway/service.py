@@ -48,6 +48,7 @@ from rlbuffer.gateway.dialects.chat import CHAT
 from rlbuffer.gateway.dialects.messages import MESSAGES
 from rlbuffer.gateway.dialects.responses import RESPONSES
 from rlbuffer.gateway.engines.fleet import Fleet
+from rlbuffer.gateway.experts import counts_of
 from rlbuffer.gateway.loading import Loader, loads_weights
 from rlbuffer.gateway.opening import Opening
 from rlbuffer.gateway.pulse import Pulse
@@ -113,8 +114,15 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
     await in_thread(store.open_run)
     pulse = Pulse(store, name)
     given = settings.gateway
+    experts = counts_of(settings)
+    if experts is not None:
+        _log.info("experts are recorded: %s", experts.words, extra=fields("record", experts=experts.words))
     fleet = Fleet(
-        given.engines, timeout_seconds=given.timeout_seconds, temperature=given.temperature, top_p=given.top_p
+        given.engines,
+        timeout_seconds=given.timeout_seconds,
+        temperature=given.temperature,
+        top_p=given.top_p,
+        experts=experts,
     )
     gateway = Gateway(store, settings, fleet, name=name, token=token, pulse=pulse)
     loader = Loader(

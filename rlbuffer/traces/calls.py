@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.records.routed import ROUTED_EXPERTS, joined
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.traces.attempt import Stretch
 from rlbuffer.traces.values import Value
@@ -43,6 +44,9 @@ class Call:
     """The producer's own id."""
     about: Mapping[str, Any] | None = None
     """Metadata of the turn that it sampled."""
+    routed: NDArray[Any] | None = None
+    """[R, layers, K]; the experts that took in the last R tokens of prompt and answer (:mod:`rlbuffer.records.routed`);
+    None where they are not recorded."""
 
     @property
     def end(self) -> bytes:
@@ -132,6 +136,7 @@ def sequences_of(paths: Sequence[Sequence[Call]]) -> tuple[Stretch, ...]:
 def _sequence(path: Sequence[Call], seen: set[int]) -> Stretch:
     tokens, mask, logprobs = list[NDArray[Any]](), list[NDArray[Any]](), list[NDArray[Any]]()
     spans, turns, position = list[VersionSpan](), list[Turn](), 0
+    routed = list[tuple[int, NDArray[Any]]]()
     temperatures = np.ones(len(path[-1].prompt) + len(path[-1].tokens), np.float32)
     for call in path:
         context, end = call.prompt[position:], len(call.prompt) + len(call.tokens)
@@ -151,12 +156,18 @@ def _sequence(path: Sequence[Call], seen: set[int]) -> Stretch:
             turns.append(Turn(call.role, position, len(call.prompt)))
         turns.append(Turn("assistant", len(call.prompt), end, metadata=call.about))
         temperatures[len(call.prompt) : end] = call.temperature
+        if call.routed is not None:
+            routed.append((end, call.routed))
         position = end
+    experts = joined(routed, position)
     return Stretch(
         tokens=np.concatenate(tokens),
         loss_mask=np.concatenate(mask),
         logprobs=np.concatenate(logprobs),
         version_spans=tuple(spans),
         turns=tuple(turns),
-        columns={"temperatures": temperatures} if (temperatures != 1).any() else {},
+        columns={
+            **({"temperatures": temperatures} if (temperatures != 1).any() else {}),
+            **({} if experts is None else {ROUTED_EXPERTS: experts}),
+        },
     )

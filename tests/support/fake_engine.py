@@ -7,6 +7,8 @@ whoever has a sequence can compute it again. It speaks as vLLM 0.33 does, as 0.3
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import random
 import re
@@ -38,6 +40,17 @@ def logprobs_of(tokens: Sequence[int], start: int) -> np.ndarray:
     return np.array(found, np.float32)
 
 
+EXPERTS = {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 200, "num_experts_per_tok": 3}
+"""Config of what it would be with experts."""
+
+
+def experts_of(tokens: Sequence[int]) -> np.ndarray:
+    """[T, 2, 3] uint8: the experts that take each token in, by its id and place."""
+    places = np.arange(len(tokens))[:, None, None] * 7 + np.asarray(tokens)[:, None, None]
+    rows: np.ndarray = (places + np.array([[0, 1, 2], [50, 60, 70]])) % 200
+    return rows.astype(np.uint8)
+
+
 @dataclass
 class Sample:
     """One answer of the engine."""
@@ -67,6 +80,8 @@ class FakeEngine:
     refuses: Callable[[dict[str, Any]], int] = lambda body: 0
     """Status for a conversation that the template raises at; 0: it takes it."""
     model: str = "tiny"
+    records_experts: bool = False
+    """It was started with ``--enable-return-routed-experts``; SGLang wants to be asked, too."""
     heeds: tuple[str, ...] = ("temperature",)
     """What its logprobs heed, of ``temperature`` and ``top_p``."""
     complaint: str = "no"
@@ -158,7 +173,10 @@ class FakeEngine:
             self.samples.append(Sample(list(prompt), tokens, logprobs, [(version, 0, len(tokens))], body))
         rows = [[float(value), token, None] for value, token in zip(logprobs, tokens, strict=True)]
         message = self.parsed(tokens)
-        meta = {"output_token_logprobs": rows, "weight_version": self.version}
+        meta: dict[str, Any] = {"output_token_logprobs": rows, "weight_version": self.version}
+        if self.records_experts and body.get("return_routed_experts"):
+            record = experts_of([*prompt, *tokens])[:-1].astype("<i4")
+            meta["routed_experts"] = base64.b64encode(record.tobytes()).decode()
         reason = "tool_calls" if message.get("tool_calls") and finish == "stop" else finish
         choice = {
             "index": 0,
@@ -253,6 +271,10 @@ class FakeEngine:
             "token_ids": tokens,
             "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
         }
+        if self.records_experts:
+            file = io.BytesIO()
+            np.save(file, experts_of([*prompt, *tokens])[:-1])
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         answer: Any = {"request_id": body.get("request_id", ""), "choices": [choice]}
         if body.get("output_mode") == "derender":
             choice["logprobs"] = {"content": [{"token": "", "logprob": float(value)} for value in logprobs]}

@@ -18,6 +18,7 @@ from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import GatewaySettings, RunSettings
 from rlbuffer.gateway.engines.fleet import Fleet
+from rlbuffer.gateway.experts import counts_of
 from rlbuffer.gateway.service import Gateway
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.store.gateway import GatewayStore
@@ -28,15 +29,27 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"ty
 class Served:
     """One gateway process's worth, on a loop of its own."""
 
-    def __init__(self, url: str, run: str, engines: list[str], *, token: str = "", **settings: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        run: str,
+        engines: list[str],
+        *,
+        token: str = "",
+        model: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
         given = {"listen": "127.0.0.1:0", "engines": engines, **settings}
-        self.settings = RunSettings(run=run, redis_url=url, gateway=GatewaySettings(**given))
+        self.settings = RunSettings(
+            run=run, redis_url=url, gateway=GatewaySettings(**given), model={"config": dict(model or {})}
+        )
+        experts = counts_of(self.settings)
         self.buffer = connect(url, run=run, config=self.settings)
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         drawn = {"temperature": self.settings.gateway.temperature, "top_p": self.settings.gateway.top_p}
-        self.fleet = Fleet(engines, timeout_seconds=60.0, patience_seconds=30.0, **drawn)
+        self.fleet = Fleet(engines, timeout_seconds=60.0, patience_seconds=30.0, experts=experts, **drawn)
         try:
             self.gateway = Gateway(self.buffer.store.role(GatewayStore), self.settings, self.fleet, token=token)
             self.wait(self.fleet.start())

@@ -22,6 +22,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.config.models import ExpertCounts
 from rlbuffer.errors import ConfigError, PromptTooLong, RequestFailed, RlbufferError, SamplerBusy, SamplerUnavailable
 from rlbuffer.gateway.engines.base import Engine
 from rlbuffer.gateway.engines.logprobs import SETTING, SIMPLEST, check_logprobs
@@ -92,6 +93,7 @@ class Fleet:
         timeout_seconds: longest that one answer may take.
         patience_seconds: longest that a call waits for all of them.
         temperature: the run's, with which logprobs must be; so must they without `top_p`.
+        experts: of the model, whose choice answers must say; None: they need not.
     """
 
     def __init__(
@@ -102,12 +104,18 @@ class Fleet:
         patience_seconds: float = PATIENCE_SECONDS,
         temperature: float = 1.0,
         top_p: float = 1.0,
+        experts: ExpertCounts | None = None,
     ) -> None:
+        self._experts = experts
         self._temperature, self._top_p = temperature, top_p
         self._seconds, self._patience = timeout_seconds, patience_seconds
         self._watching: asyncio.Task[None] | None = None
         self._places = [
-            _Place(url.rstrip("/"), Endpoint(url, timeout_seconds=timeout_seconds, setting=SETTING)) for url in urls
+            _Place(
+                url.rstrip("/"),
+                Endpoint(url, timeout_seconds=timeout_seconds, setting=SETTING, records_experts=experts is not None),
+            )
+            for url in urls
         ]
 
     async def start(self) -> None:
@@ -301,7 +309,7 @@ class Fleet:
                     f"{place.url} answers 404 to /version and /v1/models. It is no engine, or the engine behind it is "
                     "not there yet"
                 ) from None
-            return SglangEngine(endpoint, timeout_seconds=self._seconds)
+            return SglangEngine(endpoint, timeout_seconds=self._seconds, experts=self._experts)
         return VllmEngine(endpoint, timeout_seconds=self._seconds)
 
 

@@ -6,16 +6,18 @@ cheap; the beginning of the answer is always behind it. It names one version of 
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import RequestFailed
+from rlbuffer.config.models import ExpertCounts
+from rlbuffer.errors import ConfigError, RequestFailed
 from rlbuffer.gateway.engines.base import Answer, Rendering, message_of
 from rlbuffer.gateway.request import AgentRequest
 from rlbuffer.records.spans import VersionSpan
-from rlbuffer.worker.samplers.base import Completion, Sampling, finish_reason
+from rlbuffer.worker.samplers.base import Completion, Sampling, finish_reason, with_record
 from rlbuffer.worker.samplers.endpoint import ENDPOINT_PROBE_SECONDS, Endpoint
 
 CHAT = "/v1/chat/completions"
@@ -26,8 +28,9 @@ NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penal
 class SglangEngine:
     """One server."""
 
-    def __init__(self, endpoint: Endpoint, *, timeout_seconds: float) -> None:
+    def __init__(self, endpoint: Endpoint, *, timeout_seconds: float, experts: ExpertCounts | None = None) -> None:
         self.endpoint = endpoint
+        self._experts = experts
         self._seconds = timeout_seconds
         self.model = ""
         self.context = 0
@@ -38,7 +41,13 @@ class SglangEngine:
 
     async def probe(self) -> None:
         await self.look()
-        await self.render(AgentRequest(messages=({"role": "user", "content": "x"},)), opens=True)
+        request = AgentRequest(messages=({"role": "user", "content": "x"},))
+        rendering = await self.render(request, opens=True)
+        if self._experts is not None:
+            try:
+                await self.generate(request, rendering, rendering.tokens, Sampling(max_new_tokens=1))
+            except RequestFailed as error:  # what it lacks in the simplest answer, it lacks in all
+                raise ConfigError(str(error), setting="gateway.record_experts") from error
 
     async def look(self) -> None:
         told = await self.endpoint.call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
@@ -69,6 +78,7 @@ class SglangEngine:
             "max_tokens": sampling.max_new_tokens,
             "logprobs": True,
             "return_meta_info": True,
+            **({} if self._experts is None else {"return_routed_experts": True}),
             **({"stop": list(request.stop)} if request.stop else {}),
         }
         told = await self.endpoint.call("POST", CHAT, body, seconds=self._seconds)
@@ -82,13 +92,16 @@ class SglangEngine:
             matched = choice.get("matched_stop")
             told_reason = choice.get("finish_reason")
             reason = finish_reason("stop" if told_reason == "tool_calls" else told_reason, tokens, sampling)
+            completion = Completion(
+                tokens=tokens,
+                logprobs=np.array([row[0] for row in rows], np.float32),
+                finish_reason=reason,
+                version_spans=(VersionSpan(number, 0, len(tokens)),),
+            )
+            if self._experts is not None:
+                completion = with_record(completion, len(prompt), self._record(meta.get("routed_experts")))
             return Answer(
-                completion=Completion(
-                    tokens=tokens,
-                    logprobs=np.array([row[0] for row in rows], np.float32),
-                    finish_reason=reason,
-                    version_spans=(VersionSpan(number, 0, len(tokens)),),
-                ),
+                completion=completion,
                 message=message_of(choice.get("message"), self.url),
                 stopped_by=matched if isinstance(matched, str) else "",
                 is_ended=reason == "stop" and not isinstance(matched, str),
@@ -97,6 +110,16 @@ class SglangEngine:
         except (KeyError, TypeError, IndexError, ValueError, OverflowError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise RequestFailed(f"{self.url}{CHAT} answered with what is no answer ({why})") from error
+
+    def _record(self, told: Any) -> Any:
+        """[T - 1, layers, K] of what it says: int32 in base64, row behind row. Raises RequestFailed, ValueError."""
+        if told is None or self._experts is None:
+            raise RequestFailed(
+                f"{self.url}{CHAT} does not say which experts it took (meta_info.routed_experts): start SGLang's "
+                "server with --enable-return-routed-experts"
+            )
+        numbers = np.frombuffer(base64.b64decode(told, validate=True), np.dtype("<i4"))
+        return numbers.reshape(-1, self._experts.layers, self._experts.taken)
 
     async def close(self) -> None:
         await self.endpoint.close()

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 import pytest
 from chat_templates import Family, decoded
-from fake_engine import QWEN3, SGLANG, FakeEngine
+from fake_engine import EXPERTS, QWEN3, SGLANG, FakeEngine, experts_of
 from gateway_stage import TOOLS, Stage, engine_samples, trained_samples
 from own_server import OwnServer
 
@@ -141,6 +141,45 @@ def test_an_engine_of_another_kind_gives_the_same_rollouts(redis_url: str, run_n
         assert trained_samples(rollout) == engine_samples(stage.engine)
     finally:
         stage.close()
+
+
+@pytest.mark.parametrize("speaks", ["0.32.0", "0.33.0", SGLANG])
+def test_a_rollout_has_the_experts_of_every_token_that_an_engine_took_in(
+    redis_url: str, run_name: str, speaks: str
+) -> None:
+    """By answers that are made up, in the form in which these engines write them."""
+    engine = FakeEngine(speaks=speaks, records_experts=True)
+    stage = Stage(redis_url, run_name, engine=engine, model=EXPERTS, record_experts=True)
+    try:
+        agent = stage.agent()
+        agent.ask('call look_up {"word": "tree"}', tools=TOOLS)
+        agent.result("a plant")
+        agent.ask("say a tree is a plant", tools=TOOLS)
+        branch = type(agent)(stage, agent.opened)
+        branch.messages = list(agent.messages[:3])
+        branch.ask("say so it is", tools=TOOLS)
+        agent.end()
+        (rollout,) = stage.rollouts()
+        assert len(rollout.sequences) == 2
+        for sequence in rollout.sequences:
+            rows = sequence.columns["routed_experts"]
+            assert rows.dtype == np.uint8
+            assert np.array_equal(rows[:-1], experts_of(sequence.tokens)[:-1])
+            assert not rows[-1].any()
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("speaks", ["0.33.0", SGLANG])
+def test_engines_that_say_no_experts_are_told_how_they_start(redis_url: str, run_name: str, speaks: str) -> None:
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+        Stage(redis_url, run_name, engine=FakeEngine(speaks=speaks), model=EXPERTS, record_experts=True)
+
+
+def test_experts_of_a_model_that_has_none_are_not_recorded(redis_url: str, run_name: str) -> None:
+    with pytest.raises(ConfigError, match="of a model of kind qwen3") as refused:
+        Stage(redis_url, run_name, model={"model_type": "qwen3", "num_hidden_layers": 2}, record_experts=True)
+    assert refused.value.setting == "gateway.record_experts"
 
 
 # -- the same request again ------------------------------------------------------------------------------------------
