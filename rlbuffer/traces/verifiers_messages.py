@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.records.routed import ROUTED_EXPERTS, joined
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.traces.attempt import Stretch, spans_of
 from rlbuffer.traces.calls import paths_of
@@ -19,7 +20,14 @@ Spans = Callable[[int, NDArray[np.int32], NDArray[np.bool_]], Sequence[VersionSp
 """Number, ids and mask of a message -> its version spans, from its own first token."""
 
 
-def sequences_of(trace: Value, version: int | None, spans: Spans | None) -> tuple[Stretch, ...]:
+Records = Callable[[int], NDArray[Any] | None]
+"""Number of a message that was sampled, once its spans were asked for -> the experts [T, layers, K] that took in what
+came before it and itself, as far as it was sampled; None where nobody knows."""
+
+
+def sequences_of(
+    trace: Value, version: int | None, spans: Spans | None, records: Records | None = None
+) -> tuple[Stretch, ...]:
     """A sequence per path of which something trains; a message that paths share trains in the first."""
     nodes = trace["nodes"].listed()
     parents = [None if node.get("parent").value is None else node["parent"].integer() for node in nodes]
@@ -46,6 +54,8 @@ def sequences_of(trace: Value, version: int | None, spans: Spans | None) -> tupl
             sequence = _sequence([messages[n] for n in path], masks)
             exact = None if spans is None else _exact(path, sequence, masks, messages, spans)
             known = spans_of(sequence.loss_mask, version) if version is not None else ()
+            if records is not None and (own := _recorded(path, sequence, messages, records)) is not None:
+                sequence = replace(sequence, columns={**sequence.columns, ROUTED_EXPERTS: own})
             out.append(replace(sequence, version_spans=known if exact is None else exact))
             trained |= {n for n in path if messages[n].mask.any()}
     return tuple(out)
@@ -101,11 +111,9 @@ def _sequence(messages: Sequence[_Message], masks: Sequence[NDArray[np.bool_]]) 
     if any(message.temperature != 1 for message in messages):
         heat = [np.where(message.mask, np.float32(message.temperature), np.float32(1)) for message in messages]
         columns["temperatures"] = np.concatenate(heat)
-    routed = [message.routed for message in messages if len(message.tokens)]
-    whole = [rows for rows in routed if rows is not None]
-    is_one_kind = len({(rows.dtype, rows.shape[1:]) for rows in whole if rows.ndim}) == 1
-    if len(whole) == len(routed) and is_one_kind and sum(map(len, whole)) == ends[-1]:
-        columns["routed_experts"] = np.concatenate(whole)
+    experts = _experts(messages, ends)
+    if experts is not None:
+        columns[ROUTED_EXPERTS] = experts
     return Stretch(
         tokens=np.concatenate([message.tokens for message in messages]),
         loss_mask=np.concatenate(masks),
@@ -113,6 +121,34 @@ def _sequence(messages: Sequence[_Message], masks: Sequence[NDArray[np.bool_]]) 
         turns=tuple(Turn(m.role, end - len(m.tokens), end) for m, end in zip(messages, ends, strict=True)),
         columns=columns,
     )
+
+
+def _experts(messages: Sequence[_Message], ends: Sequence[int]) -> NDArray[Any] | None:
+    """The record of a path: that of its messages which have one, and none of the others'. None where no message has it,
+    or they are of different models."""
+    parts = [
+        (end - len(message.tokens) + len(rows), rows)
+        for message, end in zip(messages, ends, strict=True)
+        if (rows := message.routed) is not None and rows.ndim == 3 and rows.dtype.kind in "iu"
+        if len(rows) <= len(message.tokens)
+    ]
+    is_one_kind = len({rows.shape[1:] for _, rows in parts}) == 1
+    return joined(parts, ends[-1]) if is_one_kind else None
+
+
+def _recorded(
+    path: Sequence[int], sequence: Stretch, messages: Sequence[_Message], records: Records
+) -> NDArray[Any] | None:
+    """The record of a path by what is known of the calls that sampled its messages."""
+    parts = list[tuple[int, NDArray[Any]]]()
+    for number, turn in zip(path, sequence.turns, strict=True):
+        sampled = np.flatnonzero(messages[number].mask)
+        rows = records(number) if len(sampled) else None
+        if rows is not None:
+            end = turn.start + int(sampled[-1]) + 1
+            # A call that saw another context, such as one without earlier thoughts, took in other tokens before it.
+            parts.append((end, rows if len(rows) == end else rows[-len(sampled) :]))
+    return joined(parts, len(sequence.tokens))
 
 
 def _exact(

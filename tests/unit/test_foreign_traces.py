@@ -423,6 +423,29 @@ def test_a_branch_that_goes_on_beside_an_unused_compaction_is_the_main_one_as_be
     assert [s.tokens.tolist() for s in rollout.sequences] == [[*P, *A, 30, *B, 32, *A]]
 
 
+def test_a_message_without_a_record_of_experts_costs_itself_alone() -> None:
+    def routed(count: int, first: int, dtype: str = "uint8") -> dict[str, Any]:
+        rows = np.array([[[first + i, first + i + 1]] for i in range(count)], dtype)
+        return {"routed_experts": {"data": rows.tobytes(), "dtype": dtype, "shape": list(rows.shape)}}
+
+    turns = [
+        {**TURNS[0], **routed(len(P), 0)},
+        {**TURNS[1], **routed(len(A) - 1, 20)},  # without its last token
+        TURNS[2],
+        {**TURNS[3], **routed(len(B), 40, "int16")},
+    ]
+    (rollout,) = read(compacted(*turns)).groups[0].rollouts
+    rows = rollout.columns["routed_experts"]
+    assert rows.dtype == np.int16
+    expected = [[i, i + 1] for i in range(len(P))] + [[20 + i, 21 + i] for i in range(len(A) - 1)]
+    expected += [[0, 0], [0, 0]] + [[40 + i, 41 + i] for i in range(len(B))]
+    assert rows[:, 0].tolist() == expected
+    other = {**TURNS[3], **routed(len(B), 40)}
+    other["routed_experts"]["shape"] = [len(B), 2, 1]
+    (rollout,) = read(compacted(*turns[:3], other)).groups[0].rollouts
+    assert "routed_experts" not in rollout.columns  # of two models
+
+
 def test_a_trace_of_nothing_but_a_compaction_says_so() -> None:
     attempt = node("assistant", [40, 2], [-0.5, -0.5], parent=0, link="compaction_attempt")
     (one,) = read([compacted(TURNS[0], attempt)]).left_out

@@ -168,3 +168,23 @@ def test_requests_that_were_answered_at_once_are_told_apart_by_their_logprobs() 
 
 def test_a_branch_that_is_not_trained_does_not_count() -> None:
     assert made(trace(CONVERSATION, branch(node("user", [1]), node("assistant", [5], 1), attempt=True)), SAID)
+
+
+def test_a_rollout_has_the_experts_of_the_calls_that_sampled_its_messages() -> None:
+    def routed(length: int, first: int) -> np.ndarray:
+        """Of all tokens but the last; one layer."""
+        rows = np.zeros((length, 1, 2), np.uint8)
+        rows[:-1, 0] = [[first + i, first + i + 1] for i in range(length - 1)]
+        return rows
+
+    first = replace(completion([5, 6]), routed_experts=routed(6, 0))
+    other_context = replace(completion([9]), routed_experts=routed(4, 100))
+    for second, expected in (
+        (replace(completion([9]), routed_experts=routed(10, 100)), [[100 + i, 101 + i] for i in range(9)]),
+        (completion([9]), [[i, i + 1] for i in range(5)]),
+        (other_context, [[i, i + 1] for i in range(5)]),
+    ):
+        rollout = made(trace(), [first, second])
+        rows = rollout.columns["routed_experts"][:, 0].tolist()
+        assert rows == [*expected, *[[0, 0]] * (10 - len(expected))]
+    assert "routed_experts" not in made(trace(), SAID).columns

@@ -49,7 +49,10 @@ def rollout_of(trace: Any, completions: Sequence[Completion], *, text: str) -> R
         said[number] = _taken(left, tokens[first:end], logprobs, number)
         return [VersionSpan(v, first + start, first + stop) for v, start, stop in said[number].version_spans]
 
-    found = attempt(record, spans=versions)
+    def experts(number: int) -> NDArray[Any] | None:
+        return said[number].routed_experts if number in said else None
+
+    found = attempt(record, spans=versions, records=experts)
     if found.failure:
         stop, (kind, message) = found.metadata["stop"] or "no stop condition", found.failure
         raise TraceUnusable(f"the trace failed ({stop}): {kind}: {message}")
