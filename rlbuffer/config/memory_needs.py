@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.models import config_of, experts_in
 from rlbuffer.config.settings import RunSettings, ServerSettings, WorkerSettings
 from rlbuffer.config.table import SIZE
 from rlbuffer.state.text import plural
@@ -57,11 +58,21 @@ def forecast_of(settings: RunSettings, limit: int) -> Forecast | None:
     """The memory that these settings need of a server of `limit` bytes; None of a stream, whose steps have no rows."""
     batcher, world_size = settings.batcher, settings.trainer.world_size
     group_size = max([worker.group_size for worker in settings.worker.values()], default=GROUP_SIZE)
-    size, most = capacity_bytes(batcher, world_size), most_bytes(batcher, world_size, group_size)
+    recorded = recorded_bytes(settings)
+    size = capacity_bytes(batcher, world_size, recorded)
+    most = most_bytes(batcher, world_size, group_size, recorded)
     step_bytes = most if size is None else size
     if step_bytes is None:
         return None
     return Forecast(step_bytes=step_bytes, steps=steps_at_once(batcher), limit=limit, is_most=size is None)
+
+
+def recorded_bytes(settings: RunSettings) -> int:
+    """Bytes of a token in the column of its experts; 0 where nobody records them, or the model's config is not here."""
+    if not settings.gateway.record_experts and not any(one.record_experts for one in settings.worker.values()):
+        return 0
+    counts = experts_in(config_of(settings.model))
+    return 0 if counts is None else counts.bytes_per_token
 
 
 def steps_at_once(config: BatcherConfig) -> int:
@@ -76,22 +87,24 @@ def steps_at_once(config: BatcherConfig) -> int:
     return config.lookahead + max(ages) + 3
 
 
-def capacity_bytes(config: BatcherConfig, world_size: int) -> int | None:
-    """Bytes that a full step takes: ``rows x (row_tokens x 9 + 450)``, rows = world size x rows per rank.
+def capacity_bytes(config: BatcherConfig, world_size: int, recorded: int = 0) -> int | None:
+    """Bytes that a full step takes: ``rows x (row_tokens x (9 + recorded) + 450)``, rows = world size x rows per rank,
+    `recorded` as :func:`recorded_bytes` has it.
 
-    A row is counted as one rollout: the least there can be, so that nothing is refused that could have worked. Further
+    A row is counted as one rollout: the least there can be, so that nothing is refused that could have worked. Other
     columns and texts are not known either. None when steps close at a number of rollouts or groups: how long those are
     is known when the first step is there, and :func:`most_bytes` what they take at most.
     """
     if config.step_rollouts is not None or config.step_groups:
         return None
     rows = _rows(config, world_size)
-    return rows * (config.row_tokens * TOKEN_BYTES + ROLLOUT_BYTES)
+    return rows * (config.row_tokens * (TOKEN_BYTES + recorded) + ROLLOUT_BYTES)
 
 
-def most_bytes(config: BatcherConfig, world_size: int, group_size: int) -> int | None:
-    """Bytes that a step takes at most which closes at a number of groups or rollouts, without further columns and
-    texts: its rows are full all the same, ``rows x row_tokens x 9``, and it holds so many rollouts, 450 each. None when
+def most_bytes(config: BatcherConfig, world_size: int, group_size: int, recorded: int = 0) -> int | None:
+    """Bytes that a step takes at most which closes at a number of groups or rollouts, without other columns and
+    texts: its rows are full all the same, ``rows x row_tokens x (9 + recorded)``, and it holds so many rollouts, 450
+    each. None when
     steps close by capacity, and of a stream, whose steps have no rows.
 
     Args:
@@ -100,7 +113,7 @@ def most_bytes(config: BatcherConfig, world_size: int, group_size: int) -> int |
     rollouts = config.step_groups * group_size if config.step_rollouts is None else config.step_rollouts
     if not rollouts or config.is_stream:
         return None
-    return _rows(config, world_size) * config.row_tokens * TOKEN_BYTES + rollouts * ROLLOUT_BYTES
+    return _rows(config, world_size) * config.row_tokens * (TOKEN_BYTES + recorded) + rollouts * ROLLOUT_BYTES
 
 
 def _rows(config: BatcherConfig, world_size: int) -> int:

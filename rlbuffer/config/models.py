@@ -70,10 +70,14 @@ class ExpertCounts(NamedTuple):
     """Of one layer."""
 
     @property
+    def bytes_per_token(self) -> int:
+        """Bytes that the record of a token takes."""
+        return self.layers * self.taken * (1 if self.experts <= 256 else 2)
+
+    @property
     def words(self) -> str:
-        """What a record of them takes."""
-        size = self.layers * self.taken * (1 if self.experts <= 256 else 2)
-        return f"{size} bytes a token ({self.layers} layers, {self.taken} of {self.experts} experts)"
+        """What a record of them takes, for people."""
+        return f"{self.bytes_per_token} bytes a token ({self.layers} layers, {self.taken} of {self.experts} experts)"
 
 
 def experts_in(config: Mapping[str, Any]) -> ExpertCounts | None:

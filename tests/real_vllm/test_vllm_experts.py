@@ -55,7 +55,7 @@ def test_an_engine_that_cannot_record_experts_says_why(tmp_path: Path, runner: a
     settings = WorkerSettings(env="vcopy", sampler="vllm", sampler_options=options, record_experts=True)
     sampler = make_sampler(settings)
     try:
-        with pytest.raises(ConfigError, match=r"record_experts = true: .*Model Runner V2") as refused:
+        with pytest.raises(ConfigError, match=r"(?s)record_experts = true: .*Model Runner V2") as refused:
             runner.run(sampler.load(policy))
         assert refused.value.setting == "record_experts"
     finally:

@@ -10,7 +10,8 @@ from step_headers import header_of
 
 from rlbuffer.config import memory_needs
 from rlbuffer.config.batcher import BatcherConfig, EnvConfig
-from rlbuffer.config.memory_needs import Forecast
+from rlbuffer.config.memory_needs import Forecast, forecast_of
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import memory_rules
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_rules import Pressure
@@ -60,6 +61,19 @@ def test_such_steps_take_no_more_than_full_rows_and_their_rollouts() -> None:
     assert memory_needs.most_bytes(BatcherConfig(1000, step_rollouts=70), 4, 16) == rows + 70 * of_rollout
     assert memory_needs.most_bytes(BatcherConfig(1000, step_groups=0), 4, 16) is None
     assert memory_needs.most_bytes(BatcherConfig(1000, feeds="stream"), 1, 16) is None
+
+
+def test_the_experts_of_a_token_are_part_of_what_it_takes() -> None:
+    experts = {"num_hidden_layers": 3, "num_experts": 300, "num_experts_per_tok": 4}
+    given: dict[str, Any] = {"model": {"config": experts}, "batcher": {"row_tokens": 1000, "step_groups": 0}}
+    plain, recorded = (
+        forecast_of(RunSettings(**given, worker={"a": {"env": "vcopy", "record_experts": records}}), LIMIT)
+        for records in (False, True)
+    )
+    assert plain is not None
+    assert recorded is not None
+    rows = RunSettings(**given).batcher.micro_batches_per_rank * RunSettings(**given).batcher.rows_per_micro_batch
+    assert recorded.step_bytes - plain.step_bytes == rows * 1000 * 3 * 4 * 2
 
 
 @pytest.mark.parametrize(("step_bytes", "fits"), [(119, True), (120, True), (121, False)])

@@ -18,7 +18,7 @@ from rlbuffer.config.trainer import OptimizerSettings, TrainerSettings
 from rlbuffer.errors import RlbufferError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
-from rlbuffer.records.routed import ROUTED_EXPERTS, is_record
+from rlbuffer.records.routed import ROUTED_EXPERTS
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, masks_of, per_token_of, uses_old, weights_of
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.update.blame import naming, way_out
@@ -26,6 +26,7 @@ from rlbuffer.trainer.update.ratios import Ratios
 from rlbuffer.trainer.update.slices import Slice, slices_of
 from rlbuffer.trainer.update.stopwatch import Stopwatch
 from rlbuffer.trainer.update.token_choice import choose, chooses, draws
+from rlbuffer.weights.experts import is_recorded
 
 _MASKED = {stage: f"masked/{stage}" for stage in STAGES}
 _WEIGHTS = {name: f"weight/{name}" for name in CORRECTION_FACTS}
@@ -153,8 +154,8 @@ class Updates:
                 with self._times.measure("exchange" if is_last and world_size > 1 else "backward"):
                     (share * world_size).backward()  # type: ignore[no-untyped-call]
                 sums += _sums(tokens, share, masks, corrections, micro_batch)
-                if self._settings.replay_experts and ROUTED_EXPERTS in host_batch.columns:
-                    sums += _routed_sums(host_batch)
+                if self._settings.replay_experts and ROUTED_EXPERTS in micro_batch.columns:
+                    sums += _routed_sums(micro_batch)
             self._ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
         return sums
 
@@ -254,10 +255,11 @@ def _sums(
 
 
 def _routed_sums(micro_batch: MicroBatch) -> Tensor:
-    """The sums of one micro-batch, on the host, that tell how many of its tokens take the router's own choice."""
+    """The sums of one micro-batch of tensors that tell how many of its tokens take the router's own choice."""
+    arrays: Any = micro_batch
+    recorded = is_recorded(arrays.columns[ROUTED_EXPERTS].int()).any(dim=-1)  # the rows of dense layers are none
+    counts = arrays.sample_index >= 0
+    counts[arrays.cu_seqlens[1:].long() - 1] = False  # no engine takes a sequence's last token in
     sums = dict.fromkeys(SUMS, 0.0)
-    recorded = is_record(micro_batch.columns[ROUTED_EXPERTS]).any(axis=-1)  # the rows of dense layers are none
-    for piece in micro_batch.unpack(recorded):
-        sums["routed/tokens"] += len(piece) - 1  # no engine takes a sequence's last token in
-        sums["routed/unrecorded"] += int((~piece[:-1]).sum())
+    sums["routed/tokens"], sums["routed/unrecorded"] = int(counts.sum()), int((counts & ~recorded).sum())
     return torch.tensor([*sums.values()], dtype=torch.float64)
