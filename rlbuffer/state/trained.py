@@ -53,6 +53,8 @@ def masked_words(record: StepRecord) -> str:
         >>> masked_words(StepRecord(masked_fraction=0.3, masked_by={"clip": 0.25, "icepop": 0.1},
         ...     correction_weight={"icepop": 0.93}))
         'masked 30.0% (icepop 10.0%)  weight icepop 0.93'
+        >>> masked_words(StepRecord(experts_unrecorded=0.031))
+        'experts unrecorded 3.1%'
     """
     others = {stage: share for stage, share in record.masked_by.items() if share and stage != "clip"}
     masked = [f"masked {record.masked_fraction:.1%} ({_shares(others)})"] if others and record.masked_fraction else []

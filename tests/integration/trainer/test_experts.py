@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from model_families import QWEN3
 from model_families import made as made_dense
 from torch import Tensor
 
+from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.weights.experts import Experts, experts_of, is_recorded
@@ -179,6 +182,18 @@ def test_a_family_whose_choice_cannot_be_seen_is_found_at_the_start() -> None:
     assert "Phimoe" in policy.no_replay
     with pytest.raises(ConfigError, match="could not be told from none"):
         experts_of(made({**config_of("mixtral"), "num_experts_per_tok": 1}, torch.float32))
+
+
+def test_a_run_that_records_what_its_trainer_cannot_replay_ends_at_the_start(tmp_path: Path) -> None:
+    phimoe = {**config_of("mixtral"), "model_type": "phimoe"}
+    worker = {"math": {"env": "vcopy", "record_experts": True}}
+    given: dict[str, Any] = {"home": tmp_path, "batcher": {"row_tokens": 128}, "model": {"config": phimoe}}
+    trainer = {"steps": 1, "output": tmp_path, "device": "cpu"}
+    with pytest.raises(ConfigError, match=r"worker.math records experts.*Phimoe") as refused:
+        train(RunSettings(**given, worker=worker, trainer=trainer), rank=0, world_size=1, fake_data=True)
+    assert refused.value.setting == "trainer.replay_experts"
+    unused = trainer | {"replay_experts": False}
+    assert train(RunSettings(**given, worker=worker, trainer=unused), rank=0, world_size=1, fake_data=True)
 
 
 def test_a_block_that_a_fused_kernel_computes_is_found_at_the_start() -> None:
