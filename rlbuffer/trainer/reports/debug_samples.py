@@ -36,7 +36,10 @@ def show_samples(session: TrainerSession, step: Step, most: int) -> None:
         if session.ranks.first(most) <= 0:
             return
         on_device = micro_batch.to(session.ranks.device)
-        tokens = trained_tokens(session.module, on_device, temperature=session.settings.trainer.temperature)
+        trainer = session.settings.trainer
+        tokens = trained_tokens(
+            session.module, on_device, temperature=trainer.temperature, replays_experts=trainer.replay_experts
+        )
         if session.is_first:
             for text in checked(micro_batch, tokens.logprobs.cpu(), step.number)[:most]:
                 print(printable(text, lines=True), file=sys.stderr, flush=True)

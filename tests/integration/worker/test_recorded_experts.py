@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from model_families import QWEN3
 from model_families import made as made_dense
 from transformers import PreTrainedModel
 
-from rlbuffer.config.settings import WorkerSettings
+from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.packing.pack import pack
@@ -27,6 +29,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.routed import ROUTED_EXPERTS, is_record
 from rlbuffer.records.step_plan import Normalizers
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
+from rlbuffer.trainer.reports.debug_samples import show_samples
 from rlbuffer.trainer.update.update import SUMS, Updates
 from rlbuffer.weights.experts import experts_of
 from rlbuffer.weights.files import publish
@@ -107,11 +110,11 @@ def group_of(policy: PolicyVersion) -> Group:
     return asyncio.run(work())
 
 
-def sums_of(policy: PackedPolicy, rollouts: list[Any], **settings: Any) -> dict[str, float]:
-    """What the trainer counts in a step of these rollouts."""
+def step_of(rollouts: list[Any]) -> Step:
+    """A step of one row."""
     row = pack(rollouts, row_tokens=sum(rollout.length for rollout in rollouts))
     counts = Normalizers(loss_tokens=sum(r.loss_tokens for r in rollouts), rollouts=len(rollouts), groups=1)
-    step = Step(
+    return Step(
         number=1,
         epoch=0,
         digest="",
@@ -121,6 +124,11 @@ def sums_of(policy: PackedPolicy, rollouts: list[Any], **settings: Any) -> dict[
         groups=1,
         micro_batches=(row,),
     )
+
+
+def sums_of(policy: PackedPolicy, rollouts: list[Any], **settings: Any) -> dict[str, float]:
+    """What the trainer counts in a step of these rollouts."""
+    step = step_of(rollouts)
     updates = Updates(policy, step, TrainerSettings(**settings), Ranks(0, 1, torch.device("cpu")), longest=64)
     (part,) = updates.parts
     return dict(zip(SUMS, updates.accumulate(part).tolist(), strict=True))
@@ -153,3 +161,18 @@ def test_tokens_without_a_record_are_counted(tmp_path: Path) -> None:
     sums = sums_of(prepare(model), rollouts)
     assert sums["routed/unrecorded"] == rollouts[0].length - 1 + 2
     assert sums["kl"] / sums["loss_tokens"] < 1e-9
+
+
+def test_samples_that_are_shown_for_debugging_leave_the_column_unused_where_training_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = made({**config_of("qwen3_moe"), "vocab_size": 13}, torch.float32)
+    rollouts = list(group_of(published(tmp_path, model)).rollouts)
+    dense = prepare(made_dense({**QWEN3, "vocab_size": 13}))
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    for replays in (False, True):
+        settings = RunSettings(home=tmp_path, trainer={"output": tmp_path, "replay_experts": replays})
+        session: Any = SimpleNamespace(module=dense, ranks=ranks, settings=settings, is_first=True)
+        with pytest.raises(ConfigError, match="has no experts") if replays else nullcontext():
+            show_samples(session, step_of(rollouts), 2)
+    assert "vcopy" in capsys.readouterr().err
