@@ -298,9 +298,9 @@ def scorer_models(c: Context) -> Iterator[Finding]:
 
 @check(
     """batcher.order batcher.advantage batcher.envs.NAME.advantage trainer.loss.name score.NAME.reward
-    worker.NAME.env worker.NAME.env_options worker.NAME.sampler worker.NAME.sampler_options worker.NAME.top_p
-    worker.NAME.record_experts worker.NAME.temperature worker.NAME.python eval.NAME.env eval.NAME.env_options
-    batcher.row_tokens model.config""",
+    worker.NAME.env worker.NAME.env_options worker.NAME.sampler worker.NAME.sampler_options worker.NAME.top_k
+    worker.NAME.top_p worker.NAME.record_experts worker.NAME.temperature worker.NAME.python eval.NAME.env
+    eval.NAME.env_options batcher.row_tokens model.config""",
     parts=STARTS,
 )
 def functions(c: Context) -> Iterator[Finding]:
@@ -355,8 +355,8 @@ def _asked(c: Context) -> Iterator[Asked]:
 
 def _of_worker(c: Context, name: str, worker: WorkerSettings) -> Iterator[Asked]:
     given: dict[str, Any] = {"name": worker.sampler, "options": worker.sampler_options}
-    given |= {"temperature": worker.temperature, "top_p": worker.top_p, "is_deterministic": c.settings.deterministic}
-    given |= {"records_experts": worker.record_experts}
+    given |= {"temperature": worker.temperature, "top_p": worker.top_p, "top_k": worker.top_k}
+    given |= {"records_experts": worker.record_experts, "is_deterministic": c.settings.deterministic}
     if worker.env != "command":  # its programs sample by the gateway
         yield Asked(f"worker.{name}", "rlbuffer.worker.samplers:wrong_sampler", given=given)
     yield _env(c, f"worker.{name}", worker)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.assembly import Assembly, Layout
-from rlbuffer.packing.further_columns import ColumnSpec, column_spec
+from rlbuffer.packing.further_columns import ColumnSpec, specs_of
 from rlbuffer.packing.planner import redeal
 from rlbuffer.process.garbage_collection import without_garbage_collection
 from rlbuffer.records.checks import MAX_ITEMS
@@ -107,10 +107,7 @@ class StepPull:
     def step(self, header: StepHeader, part: Part) -> tuple[Step, list[tuple[PartRollout, str]]]:
         """The step, and the rollouts in it that are masked padding because they cannot be trained, each with the
         reason."""
-        schema = {
-            name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
-            for name, (dtype, shape) in header.columns.items()
-        }
+        schema = specs_of(header.columns)
         rollouts, normalizers = part.rollouts, Normalizers(**header.normalizers)
         layout = Layout(
             schema=schema,

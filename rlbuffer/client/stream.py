@@ -25,14 +25,12 @@ from numbers import Integral
 from types import TracebackType
 from typing import Any, ClassVar
 
-import numpy as np
-
 from rlbuffer.client.arguments import names, text, whole_number
 from rlbuffer.client.progress import remembered
 from rlbuffer.client.reader import ANYTHING, Reader, check_feeds
 from rlbuffer.client.refusals import Away
 from rlbuffer.errors import CheckpointError, InvalidArgument, InvalidRollout, PayloadError, RlbufferError
-from rlbuffer.packing.further_columns import ColumnSpec, column_spec
+from rlbuffer.packing.further_columns import specs_of
 from rlbuffer.process.garbage_collection import without_garbage_collection
 from rlbuffer.records.checks import as_integer, shown
 from rlbuffer.records.policy_version import MAX_LABEL, PolicyVersion
@@ -123,10 +121,7 @@ class GroupPull:
     @without_garbage_collection()
     def step(self, header: StepHeader, part: StepPart) -> tuple[Taken, list[tuple[PartRollout, str]]]:
         """The group; and the rollouts that cannot be trained, each with the reason."""
-        schema = {
-            name: column_spec(name) or ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape)
-            for name, (dtype, shape) in header.columns.items()
-        }
+        schema = specs_of(header.columns)
         refs = [*part.rollouts]
         read = dict(enumerate(read_rollouts(self._store, refs, schema, self._can)))
         rollouts: dict[int, list[TokenSequence]] = {}

@@ -31,6 +31,7 @@ from rlbuffer.config.table import (
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.columns import COLUMN_NAME, REQUIRED_COLUMNS
+from rlbuffer.records.support import MOST_TOP_K
 
 ROW_TOKENS = 8192
 """Default of `batcher.row_tokens`."""
@@ -87,6 +88,35 @@ class WeightsSettings(Table):
     )
 
 
+def _of_the_likeliest(min_p: float, info: ValidationInfo) -> float:
+    if min_p and not info.data.get("top_k"):
+        raise ValueError("needs top_k above 0: without it nobody records which tokens are left")
+    return min_p
+
+
+TopK = Annotated[
+    int,
+    Field(
+        ge=0,
+        le=MOST_TOP_K,
+        description="Draw from the likeliest so many tokens; the trainer computes with those that top_k, top_p and "
+        "min_p left, which are recorded. 0: from all.",
+    ),
+]
+TopP = Annotated[
+    float, Field(gt=0, le=1, description="Nucleus; without top_k logprobs are of the whole vocabulary all the same.")
+]
+MinP = Annotated[
+    float,
+    Field(
+        ge=0,
+        lt=1,
+        description="Leave out tokens with less than this share of the likeliest one's probability; needs top_k.",
+    ),
+    AfterValidator(_of_the_likeliest),
+]
+
+
 class GatewaySettings(Table):
     """``[gateway]``: answers agents of other programs, and records their rollouts; no engines: there is none."""
 
@@ -115,7 +145,9 @@ class GatewaySettings(Table):
         "error, or an answer in which the model chooses as it would without.",
     )
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; what agents ask for does not count.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; logprobs are of the whole vocabulary all the same.")
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
     record_experts: bool = Field(
         False,
         description="Record the experts that took each token in (column routed_experts), where the engines say them.",
@@ -169,7 +201,9 @@ class WorkerSettings(Table):
     group_size: int = Field(16, ge=1, description="Rollouts per group.")
     groups_in_flight: int = Field(4, ge=1, description="Groups in flight at once; one batch of a batch sampler.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; logprobs are of the whole vocabulary all the same.")
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
     record_experts: bool = Field(
         False,
         description="Record the experts that took each token in (column routed_experts), for models with experts: the "

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
-from rlbuffer.packing.further_columns import Columns, ColumnSpec
+from rlbuffer.packing.further_columns import Columns, specs_of
 from rlbuffer.process.logs import fields
 from rlbuffer.records.info import ROW_DTYPE, GroupInfo
 from rlbuffer.records.step_plan import StepPlan
@@ -76,7 +76,7 @@ class Doubts:
 
     def unsound(self, plan: StepPlan, entries: Mapping[str, PoolEntry], columns: Columns) -> dict[str, str]:
         """Entries of the plan with a rollout that no rank could train. -> entry id -> what is wrong."""
-        schema = {n: ColumnSpec(fill=0, dtype=np.dtype(dtype), shape=shape) for n, (dtype, shape) in columns.items()}
+        schema = specs_of(columns)
         beats = self._store.heartbeats("rank").values()
         can = Trainable.of(beat for beat in beats if beat["seconds_ago"] <= RANK_FRESH_SECONDS)
         refs: list[PartRollout] = []

@@ -51,6 +51,7 @@ from rlbuffer.gateway.splice import Template, spliced
 from rlbuffer.process.threads import KeptThreads
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.rollout import MAX_SEQUENCES
+from rlbuffer.records.support import SUPPORT
 from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.open_rollouts import (
     MOST_BYTES,
@@ -465,7 +466,14 @@ class Answering:
         """The run's own, up to the agent's limit."""
         limits = [n for n in (request.max_tokens, self._settings.max_new_tokens) if n]
         most = min(limits) if limits else max(1, context - length) if context else LONGEST_ANSWER
-        return Sampling(max_new_tokens=most, temperature=self._settings.temperature, top_p=self._settings.top_p)
+        given = self._settings
+        return Sampling(
+            max_new_tokens=most,
+            temperature=given.temperature,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            min_p=given.min_p,
+        )
 
     def _call(
         self, answer: Answer, request: AgentRequest, kept: list[OpenCall], new: NDArray[np.int32], length: int
@@ -488,6 +496,8 @@ class Answering:
             "path": [call.number for call in kept],
             **kept_rows(answer.completion.routed_experts, length - len(new) - bool(kept)),
         }
+        if answer.completion.support is not None:
+            details[SUPPORT] = answer.completion.support.astype("<i4").tobytes()
         return OpenCall(
             id=made,
             after=kept[-1].number if kept else 0,

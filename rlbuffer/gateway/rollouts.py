@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlbuffer.client.agent_calls import CALL, IDS
 from rlbuffer.errors import InvalidRollout
@@ -19,6 +20,7 @@ from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group
 from rlbuffer.records.info import ROW
 from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout, TokenSequence
+from rlbuffer.records.support import SUPPORT
 from rlbuffer.store.open_rollouts import End, OpenCall
 from rlbuffer.traces.attempt import Stretch
 from rlbuffer.traces.calls import Call, paths_of, sequences_of
@@ -151,6 +153,7 @@ def _path(calls: Sequence[OpenCall], made: dict[int, Call]) -> list[Call]:
                 tokens=call.tokens,
                 logprobs=call.logprobs,
                 mask=np.ones(len(call.tokens), np.bool_),
+                support=_support(call),
                 version_spans=call.version_spans,
                 temperature=float(call.details.get("temperature", 1.0)),
                 role=str(call.details.get("role") or "user")[:64],
@@ -161,6 +164,12 @@ def _path(calls: Sequence[OpenCall], made: dict[int, Call]) -> list[Call]:
         found.append(made[call.number])
         place += len(call.tokens)
     return found
+
+
+def _support(call: OpenCall) -> NDArray[np.int32] | None:
+    """[n, W]; the tokens that sampling left for each of a call."""
+    kept = call.details.get(SUPPORT)
+    return None if kept is None else np.frombuffer(kept, "<i4").reshape(len(call.tokens), -1)
 
 
 def _have(rollouts: Sequence[Rollout], need: str) -> bool:

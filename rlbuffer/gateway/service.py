@@ -122,6 +122,7 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
         timeout_seconds=given.timeout_seconds,
         temperature=given.temperature,
         top_p=given.top_p,
+        top_k=given.top_k,
         experts=experts,
     )
     gateway = Gateway(store, settings, fleet, name=name, token=token, pulse=pulse)

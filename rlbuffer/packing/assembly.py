@@ -216,8 +216,9 @@ class Assembly:
         _concatenate(marks, [None if r is None else r.loss_mask for r in its], bounds, False)
         _concatenate(logprobs, [None if r is None else r.logprobs for r in its], bounds, 0.0)
         for name, column in slab.columns.items():
-            parts = [None if r is None else r.columns.get(name) for r in its]
-            _concatenate(column[whole], parts, bounds, self._layout.schema[name].fill)
+            spec = self._layout.schema[name]
+            parts = [None if r is None else spec.fitted(r.columns.get(name)) for r in its]
+            _concatenate(column[whole], parts, bounds, spec.fill)
         if self._masked:
             for item, start, end in zip(items, bounds[:-1], bounds[1:], strict=True):
                 if item in self._masked:

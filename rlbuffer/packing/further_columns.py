@@ -12,18 +12,19 @@ that do not fit the others of their step do not get into it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from rlbuffer.errors import PackingError
 from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, REQUIRED_COLUMNS
 from rlbuffer.records.info import ColumnKind, GroupInfo
 from rlbuffer.records.rollout import TokenArrays
 from rlbuffer.records.step_plan import StepPlan
+from rlbuffer.records.support import NO_TOKEN, SUPPORT, WIDEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,23 @@ class ColumnSpec:
     """Dtype in micro-batches; pushed values are converted when no information is lost in kind (float to float)."""
     shape: tuple[int, ...] = ()
     """Trailing shape: a column is [T, *shape]."""
+    widest: int = 0
+    """Above 0: rollouts have rows of any length up to this, a step has the longest, and `fill` stands behind the
+    others."""
+
+    def has(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bool:
+        """A column of this dtype and trailing shape fits in."""
+        if self.widest:
+            return len(shape) == 1 and 0 < shape[0] <= min(self.shape[0], self.widest) and _converts(dtype, self.dtype)
+        return shape == self.shape and _converts(dtype, self.dtype)
+
+    def fitted(self, values: NDArray[Any] | None) -> NDArray[Any] | None:
+        """`values` [T, ...] with rows as long as the step's."""
+        if values is None or values.shape[1:] == self.shape:
+            return values
+        out = np.full((len(values), *self.shape), self.fill, self.dtype)
+        out[:, : values.shape[1]] = values
+        return out
 
 
 SPECS: dict[str, ColumnSpec] = {}
@@ -87,17 +105,31 @@ for _name, _fill in (
     ("entropy", 0.0),
 ):
     register_column(_name, fill=_fill, dtype=np.float32)
+SPECS[SUPPORT] = ColumnSpec(fill=NO_TOKEN, dtype=np.dtype("<i4"), shape=(1,), widest=WIDEST)
 
 
 Columns = dict[str, tuple[str, tuple[int, ...]]]
 """Name -> dtype and trailing shape."""
 
 
+def specs_of(columns: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, ColumnSpec]:
+    """The layouts of a committed step's columns: as this process declares them, else as they came, filled with 0."""
+    return {name: _spec_of(name, np.dtype(dtype), shape) for name, (dtype, shape) in columns.items()}
+
+
+def _spec_of(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ColumnSpec:
+    spec = column_spec(name)
+    if spec is None:
+        return ColumnSpec(fill=0, dtype=dtype, shape=shape)
+    return replace(spec, shape=shape) if spec.widest and len(shape) == 1 else spec
+
+
 def agree(plan: StepPlan, infos: Mapping[str, GroupInfo], needed: Sequence[str] = ()) -> tuple[Columns, dict[str, str]]:
     """The columns of a planned step, and which of its pushes do not fit them, with the reason.
 
     A column's trailing shape is the one that most rollouts come with, the earliest selected among equals; its dtype
-    holds the values of all pushes with that shape. `infos` by entry id; `needed` are columns that no push may lack.
+    holds the values of all pushes with that shape. One whose rows may have any length is as wide as the widest.
+    `infos` by entry id; `needed` are columns that no push may lack.
     """
     sizes: dict[str, int] = {}
     for push in plan.rollouts.pushes:
@@ -108,7 +140,7 @@ def agree(plan: StepPlan, infos: Mapping[str, GroupInfo], needed: Sequence[str] 
             if name != "advantages":
                 counts = votes.setdefault(name, {})
                 counts[shape] = counts.get(shape, 0) + rollouts
-    shapes = {name: max(counts, key=lambda shape: counts[shape]) for name, counts in votes.items()}
+    shapes = {name: _shape_for(name, counts) for name, counts in votes.items()}
     shapes["advantages"] = ()
     dtypes: dict[str, list[str]] = {}
     odd: dict[str, str] = {}
@@ -129,8 +161,24 @@ def agree(plan: StepPlan, infos: Mapping[str, GroupInfo], needed: Sequence[str] 
     return columns, odd
 
 
+def _shape_for(name: str, counts: Mapping[tuple[int, ...], int]) -> tuple[int, ...]:
+    spec = column_spec(name)
+    if spec is not None and spec.widest:
+        return _wide_enough(spec, counts).shape
+    return max(counts, key=lambda shape: counts[shape])
+
+
+def _wide_enough(spec: ColumnSpec, shapes: Iterable[tuple[int, ...]]) -> ColumnSpec:
+    """The spec of a column with rows of any length, for all of these trailing shapes that it may have."""
+    sizes = [shape[0] for shape in shapes if len(shape) == 1 and shape[0] <= spec.widest]
+    return replace(spec, shape=(max(1, *sizes),) if sizes else (1,))
+
+
 def _goes_with(kind: ColumnKind, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     name, dtype, shape = kind
+    spec = column_spec(name)
+    if spec is not None and spec.widest:
+        return replace(spec, shape=shapes[name]).has(np.dtype(dtype), shape)
     return shape == shapes[name] and (name != "advantages" or np.dtype(dtype).kind != "b")
 
 
@@ -139,6 +187,9 @@ def _misfit(kind: ColumnKind, shapes: Mapping[str, tuple[int, ...]]) -> str:
     arrived = f"column {name} is {shown_kind(np.dtype(dtype), shape)}"
     if name == "advantages":
         return f"{arrived}, not [T] numbers"
+    spec = column_spec(name)
+    if spec is not None and spec.widest:
+        return f"{arrived}, not {spec.dtype.name} [T, 1 to {spec.widest}]"
     expected_shape = ", ".join(["T", *map(str, shapes[name])])
     return f"{arrived}, but [{expected_shape}] in most rollouts of its step"
 
@@ -153,7 +204,7 @@ def misfit(rollout: TokenArrays, schema: Mapping[str, ColumnSpec]) -> str:
                 return f"column advantages is {shown_kind(array.dtype, shape)}, not [T] numbers"
         elif spec is None:
             return f"column {name} is none that its step has"
-        elif shape != spec.shape or not _converts(array.dtype, spec.dtype):
+        elif not spec.has(array.dtype, shape):
             return (
                 f"column {name} is {shown_kind(array.dtype, shape)}, and {shown_kind(spec.dtype, spec.shape)} is what "
                 "its step has, or what this process has declared"
@@ -182,8 +233,10 @@ def common_spec(name: str, kinds: Mapping[tuple[np.dtype[Any], tuple[int, ...]],
         origin = " as in other rollouts"
     else:
         origin = " as declared"
+        if spec.widest:
+            spec = _wide_enough(spec, (shape for _, shape in kinds))
     for (dtype, shape), where in kinds.items():
-        if shape != spec.shape or not _converts(dtype, spec.dtype):
+        if not spec.has(dtype, shape):
             raise PackingError(
                 f"assemble: column {name} of rollout {where!r} is {shown_kind(dtype, shape)}, "
                 f"not {shown_kind(spec.dtype, spec.shape)}{origin}"

@@ -1,6 +1,7 @@
 """Logprobs of rollouts under a fixed model, computed packed with the trainer's own forward pass.
 
-So the reference and the policy that is compared with it are computed alike: the same attention, head and temperature.
+So the reference and the policy that is compared with it are computed alike: the same attention, head and temperature,
+over the same tokens where sampling was restricted.
 Imports torch and transformers: import this module lazily.
 """
 
@@ -19,6 +20,7 @@ from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.packing.pack import pack
 from rlbuffer.packing.planner import plan
 from rlbuffer.records.rollout import Rollout, TokenSequence
+from rlbuffer.records.support import SUPPORT
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.model.selftest import vocabulary_of
 from rlbuffer.trainer.update.update import trained_tokens
@@ -77,7 +79,10 @@ class Reference:
             loss_mask=its.loss_mask,
             logprobs=its.logprobs,
             version_spans=its.version_spans,
-            columns={"temperatures": temperatures},
+            columns={
+                "temperatures": temperatures,
+                **({SUPPORT: its.columns[SUPPORT]} if SUPPORT in its.columns else {}),
+            },
         )
 
 

@@ -77,6 +77,15 @@ class StepRecord:
         "Tokens that took the router's own choice of experts, for want of a record, in a step that has records.",
         None,
     )
+    support: Mapping[str, float] = metric(
+        "train_support_ratio",
+        "gauge",
+        "Tokens of restricted sampling: exact, unrecorded, too_wide; of all of them.",
+        dict,
+        labels="record",
+    )
+    """Of the tokens of rollouts with a column ``support``: `exact` are trained over the tokens that sampling left,
+    `unrecorded` over the whole vocabulary, `too_wide` not at all."""
     grad_norm: float | None = metric("train_gradient_norm", "gauge", "Of the last update, before clipping.", None)
     learning_rate: float | None = metric("train_learning_rate", "gauge", "Of the last update.", None)
     # -- what was trained on

@@ -47,7 +47,7 @@ def waited_of(records: Sequence[StepRecord]) -> Waited:
 
 def masked_words(record: StepRecord) -> str:
     """What leaves a step's tokens without a gradient, beside the loss itself, what corrections weigh, and tokens whose
-    experts are not those that they were sampled with; "": nothing.
+    experts, or whose support, are not those that they were sampled with; "": nothing.
 
     Example:
         >>> masked_words(StepRecord(masked_fraction=0.3, masked_by={"clip": 0.25, "icepop": 0.1},
@@ -55,11 +55,15 @@ def masked_words(record: StepRecord) -> str:
         'masked 30.0% (icepop 10.0%)  weight icepop 0.93'
         >>> masked_words(StepRecord(experts_unrecorded=0.031))
         'experts unrecorded 3.1%'
+        >>> masked_words(StepRecord(support={"exact": 0.94, "unrecorded": 0.05, "too_wide": 0.01}))
+        'support unrecorded 5.0%, too wide 1.0%'
     """
     others = {stage: share for stage, share in record.masked_by.items() if share and stage != "clip"}
     masked = [f"masked {record.masked_fraction:.1%} ({_shares(others)})"] if others and record.masked_fraction else []
     weights = " ".join(f"{name} {weight:.2f}" for name, weight in record.correction_weight.items())
     other = [f"experts unrecorded {record.experts_unrecorded:.1%}"] if record.experts_unrecorded else []
+    inexact = {n.replace("_", " "): share for n, share in record.support.items() if share and n != "exact"}
+    other += [f"support {_shares(inexact)}"] if inexact else []
     return "  ".join([*masked, *([f"weight {weights}"] if weights else []), *other])
 
 

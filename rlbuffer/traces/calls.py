@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rlbuffer.records.routed import ROUTED_EXPERTS, joined
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.support import SUPPORT, is_kept, support_column
 from rlbuffer.traces.attempt import Stretch
 from rlbuffer.traces.values import Value
 
@@ -32,6 +33,9 @@ class Call:
     """One per sampled token."""
     mask: NDArray[np.bool_]
     """Which of them are trained."""
+    support: NDArray[np.int32] | None = None
+    """[n, W]; the tokens that restricted sampling left for each, where somebody knows them. One of too many is not
+    trained."""
     version: int | None = None
     """Policy version; None: the producer does not say, or `version_spans` do."""
     version_spans: tuple[VersionSpan, ...] = ()
@@ -138,9 +142,10 @@ def _sequence(path: Sequence[Call], seen: set[int]) -> Stretch:
     spans, turns, position = list[VersionSpan](), list[Turn](), 0
     routed = list[tuple[int, NDArray[Any]]]()
     temperatures = np.ones(len(path[-1].prompt) + len(path[-1].tokens), np.float32)
+    supports = list[tuple[int, NDArray[np.int32] | None]]()
     for call in path:
         context, end = call.prompt[position:], len(call.prompt) + len(call.tokens)
-        trained = call.mask
+        trained = call.mask if call.support is None else call.mask & is_kept(call.support)
         if id(call) in seen:
             trained = np.zeros_like(call.mask)
         elif call.version is not None:
@@ -158,8 +163,9 @@ def _sequence(path: Sequence[Call], seen: set[int]) -> Stretch:
         temperatures[len(call.prompt) : end] = call.temperature
         if call.routed is not None:
             routed.append((end, call.routed))
+        supports += [(len(context), None), (len(call.tokens), call.support)]
         position = end
-    experts = joined(routed, position)
+    experts, support = joined(routed, position), support_column(supports)
     return Stretch(
         tokens=np.concatenate(tokens),
         loss_mask=np.concatenate(mask),
@@ -169,5 +175,6 @@ def _sequence(path: Sequence[Call], seen: set[int]) -> Stretch:
         columns={
             **({"temperatures": temperatures} if (temperatures != 1).any() else {}),
             **({} if experts is None else {ROUTED_EXPERTS: experts}),
+            **({} if support is None else {SUPPORT: support}),
         },
     )

@@ -16,7 +16,7 @@ from typing import Any
 from rlbuffer.records.failure import Failure
 from rlbuffer.traces.attempt import Attempt, as_far_as_read
 from rlbuffer.traces.values import Value
-from rlbuffer.traces.verifiers_messages import Records, Spans, sequences_of
+from rlbuffer.traces.verifiers_messages import Records, Told, sequences_of
 
 LIMITS = frozenset(("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed"))
 """Conditions that end a trace without its own will."""
@@ -52,11 +52,11 @@ def attempt(
     env: str = "",
     version: int | None = None,
     metadata: dict[str, Any] | None = None,
-    spans: Spans | None = None,
+    told: Told | None = None,
     records: Records | None = None,
 ) -> Attempt:
-    """What one trace is; `spans` says which policy version sampled a message where somebody knows it exactly, and
-    `records` which experts took it in."""
+    """What one trace is; `told` says which policy version sampled a message, and what its sampling left, where somebody
+    knows it exactly, and `records` which experts took it in."""
     if version is None and trace.get("policy_version").value is not None:
         version = trace["policy_version"].integer()
     prompt, failure, rewards, weighted = _task(trace), _failure(trace), dict[str, float](), 0.0
@@ -67,7 +67,7 @@ def attempt(
         is_plain = isinstance(reward.value, int | float)
         rewards[name] = reward.number() if is_plain else reward["score"].number()
         weighted += rewards[name] * (1.0 if is_plain else reward.get("weight").number_or(1.0))
-    sequences = as_far_as_read(failure, lambda: sequences_of(trace, version, spans, records))
+    sequences = as_far_as_read(failure, lambda: sequences_of(trace, version, told, records))
     if not failure and not sequences:
         failure = Failure("empty", _nothing(trace))
     answered = [call for call in trace.get("calls").listed() if call.get("error").value is None]

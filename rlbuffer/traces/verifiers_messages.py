@@ -5,28 +5,39 @@ from __future__ import annotations
 import binascii
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.errors import InvalidRollout
+from rlbuffer.records.columns import as_column
 from rlbuffer.records.routed import ROUTED_EXPERTS, joined
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.support import MOST_TOP_K, NO_TOKEN, SUPPORT, is_kept, support_column, support_of
 from rlbuffer.traces.attempt import Stretch, spans_of
 from rlbuffer.traces.calls import paths_of
 from rlbuffer.traces.values import Value
 
-Spans = Callable[[int, NDArray[np.int32], NDArray[np.bool_]], Sequence[VersionSpan]]
-"""Number, ids and mask of a message -> its version spans, from its own first token."""
+
+class Sampled(NamedTuple):
+    """What a sampler knows of a message."""
+
+    spans: Sequence[VersionSpan]
+    """From its own first token."""
+    support: NDArray[np.int32] | None = None
+    """[n, W]; the tokens that restricted sampling left for each sampled one."""
 
 
+Told = Callable[[int, NDArray[np.int32], NDArray[np.bool_]], Sampled]
+"""Number, ids and mask of a message -> what was sampled of it."""
 Records = Callable[[int], NDArray[Any] | None]
 """Number of a message that was sampled, once its spans were asked for -> the experts [T, layers, K] that took in what
 came before it and itself, as far as it was sampled; None where nobody knows."""
 
 
 def sequences_of(
-    trace: Value, version: int | None, spans: Spans | None, records: Records | None = None
+    trace: Value, version: int | None, told: Told | None, records: Records | None = None
 ) -> tuple[Stretch, ...]:
     """A sequence per path of which something trains; a message that paths share trains in the first."""
     nodes = trace["nodes"].listed()
@@ -51,8 +62,8 @@ def sequences_of(
     for path in _trained_paths(parents, attempts - resumed):
         masks = [np.zeros_like(messages[n].mask) if n in trained else messages[n].mask for n in path]
         if any(mask.any() for mask in masks):
+            exact = None if told is None else _exact(path, masks, messages, told)
             sequence = _sequence([messages[n] for n in path], masks)
-            exact = None if spans is None else _exact(path, sequence, masks, messages, spans)
             known = spans_of(sequence.loss_mask, version) if version is not None else ()
             if records is not None and (own := _recorded(path, sequence, messages, records)) is not None:
                 sequence = replace(sequence, columns={**sequence.columns, ROUTED_EXPERTS: own})
@@ -78,7 +89,7 @@ def _trained_paths(parents: Sequence[int | None], unused: Set[int]) -> list[list
 class _Message:
     """What one message adds to the tokens of its path."""
 
-    __slots__ = ("logprobs", "mask", "reference", "role", "routed", "temperature", "tokens")
+    __slots__ = ("logprobs", "mask", "reference", "role", "routed", "support", "temperature", "tokens")
 
     def __init__(self, node: Value) -> None:
         self.tokens, self.mask = node["token_ids"].ids(), node["mask"].flags()
@@ -90,6 +101,14 @@ class _Message:
         reference = node.get("reference_logprobs")
         self.reference = None if reference.value is None else self._spread(reference)
         self.routed = _array(node.get("routed_experts"))
+        left = node.get("sampling_mask")
+        self.support = None if left.value is None else self.spread_rows(_support(left, int(self.mask.sum())))
+
+    def spread_rows(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        """[n, W], a row per sampled token, as one row per token."""
+        out = np.full((len(self.mask), rows.shape[1]), NO_TOKEN, np.int32)
+        out[self.mask] = rows
+        return out
 
     def _spread(self, values: Value) -> NDArray[np.float32]:
         """One number per sampled token, as one per token."""
@@ -114,9 +133,13 @@ def _sequence(messages: Sequence[_Message], masks: Sequence[NDArray[np.bool_]]) 
     experts = _experts(messages, ends)
     if experts is not None:
         columns[ROUTED_EXPERTS] = experts
+    mask = np.concatenate(masks)
+    support = support_column([(len(message.tokens), message.support) for message in messages])
+    if support is not None:
+        columns[SUPPORT], mask = support, mask & is_kept(support)
     return Stretch(
         tokens=np.concatenate([message.tokens for message in messages]),
-        loss_mask=np.concatenate(masks),
+        loss_mask=mask,
         logprobs=np.concatenate([message.logprobs for message in messages]),
         turns=tuple(Turn(m.role, end - len(m.tokens), end) for m, end in zip(messages, ends, strict=True)),
         columns=columns,
@@ -152,19 +175,33 @@ def _recorded(
 
 
 def _exact(
-    path: Sequence[int],
-    sequence: Stretch,
-    masks: Sequence[NDArray[np.bool_]],
-    messages: Sequence[_Message],
-    spans: Spans,
+    path: Sequence[int], masks: Sequence[NDArray[np.bool_]], messages: Sequence[_Message], told: Told
 ) -> tuple[VersionSpan, ...]:
-    """Version spans of the messages of a path that train in it."""
-    found = list[VersionSpan]()
-    for number, turn, mask in zip(path, sequence.turns, masks, strict=True):
+    """Version spans of the messages of a path that train in it. What the sampler has left for them wins over what the
+    trace says."""
+    found, start = list[VersionSpan](), 0
+    for number, mask in zip(path, masks, strict=True):
+        message = messages[number]
         if mask.any():
-            told = spans(number, messages[number].tokens, mask)
-            found += [VersionSpan(one.policy_version, turn.start + one.start, turn.start + one.end) for one in told]
+            spans, support = told(number, message.tokens, mask)
+            found += [VersionSpan(one.policy_version, start + one.start, start + one.end) for one in spans]
+            message.support = message.support if support is None else message.spread_rows(support)
+        start += len(message.tokens)
     return tuple(found)
+
+
+def _support(left: Value, sampled: int) -> NDArray[np.int32]:
+    """The tokens that sampling left, as verifiers has them: the ids of all rows, and how many each row has."""
+    given = {name: left[name] for name in ("ids", "counts")}
+    lists: Any = {name: its.value if isinstance(its.value, list) else _array(its) for name, its in given.items()}
+    try:
+        flat, counts = (as_column(name, its, np.dtype("<i4")) for name, its in lists.items())
+        if counts.shape != (sampled,) or counts.min(initial=0) < 0 or flat.shape != (counts.sum(),):
+            raise ValueError(f"it is not of the {sampled} tokens that were sampled")
+        rows = np.split(flat, np.cumsum(counts))
+        return support_of([row.tolist() for row in rows[:-1]], MOST_TOP_K)
+    except (InvalidRollout, ValueError, TypeError, IndexError) as error:
+        raise left.wrong(str(error)) from None
 
 
 def _array(value: Value) -> NDArray[Any] | None:

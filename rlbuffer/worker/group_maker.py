@@ -125,7 +125,9 @@ class GroupMaker:
         self.sampling = Sampling(
             max_new_tokens=longest,
             temperature=settings.temperature if temperature is None else temperature,
+            top_k=settings.top_k,
             top_p=settings.top_p,
+            min_p=settings.min_p,
             stop_token_ids=tuple(env.eos_token_ids),
         )
         """How every completion is drawn, unless an episode says otherwise."""
@@ -334,8 +336,12 @@ class GroupMaker:
 
     def _group(self, ticket: Ticket, prompt: Prompt, rollouts: Sequence[Rollout], unfinished: int) -> Group:
         metadata = {**prompt.metadata, **({"unfinished_rollouts": unfinished} if unfinished else {})}
+        if self.sampling.top_k:
+            metadata["top_k"] = self.sampling.top_k
         if self.sampling.top_p != 1:
             metadata["top_p"] = self.sampling.top_p
+        if self.sampling.min_p:
+            metadata["min_p"] = self.sampling.min_p
         return Group(
             group_id=ticket.group_id,
             env=ticket.env,

@@ -88,6 +88,8 @@ def test_a_longer_turn_than_the_workers_own_is_cut_to_it() -> None:
         ({"n": 2}, "sampling parameter n = 2 is not the worker's own, 1"),
         ({"temperature": 1.0}, "sampling parameter temperature = 1.0 is not the worker's own, 0.5"),
         ({"top_p": 1.0}, "sampling parameter top_p = 1.0 is not the worker's own, 0.9"),
+        ({"top_k": 20}, "sampling parameter top_k = 20 is not the worker's own, 0"),
+        ({"min_p": 0.1}, "sampling parameter min_p = 0.1 is not the worker's own, 0"),
     ],
 )
 def test_sampling_that_the_worker_does_not_do_is_refused_by_name(parameters: dict[str, Any], message: str) -> None:

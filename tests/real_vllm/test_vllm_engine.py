@@ -72,6 +72,18 @@ def test_ratios_at_age_0_are_1_under_a_nucleus(tmp_path: Path, runner: asyncio.R
         runner.run(sampler.close())
 
 
+def test_on_a_cpu_vllm_says_itself_that_it_cannot_tell_which_tokens_top_k_leaves(
+    tmp_path: Path, runner: asyncio.Runner
+) -> None:
+    """Its second model runner does, which needs Triton. With one the ratio on policy is 1."""
+    _, published = policies(tmp_path, 1)
+    sampler = make_sampler(WorkerSettings(env="vcopy", sampler="vllm", sampler_options=OPTIONS, top_k=5))
+    with pytest.raises(ConfigError, match="sampling distribution replay requires Model Runner V2") as refused:
+        runner.run(sampler.load(published[0]))
+    runner.run(sampler.close())
+    assert refused.value.setting == "top_k"
+
+
 def test_every_token_of_a_worker_with_vllm_is_from_the_version_that_its_span_names(tmp_path: Path) -> None:
     models, published = policies(tmp_path, VERSIONS)
     versions_change_under_running_rollouts(WorkerRun("vllm", dict(OPTIONS), published), models)

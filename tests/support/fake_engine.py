@@ -83,7 +83,9 @@ class FakeEngine:
     records_experts: bool = False
     """It was started with ``--enable-return-routed-experts``; SGLang wants to be asked, too."""
     heeds: tuple[str, ...] = ("temperature",)
-    """What its logprobs heed, of ``temperature`` and ``top_p``."""
+    """What its logprobs heed, of ``temperature``, ``top_p`` and ``top_k``."""
+    tells: bool = False
+    """It tells the tokens that it leaves, and refuses what is not restricted: vLLM's `--return-sampling-mask`."""
     complaint: str = "no"
     """What it says where it does not answer."""
     is_gone: bool = False
@@ -168,12 +170,19 @@ class FakeEngine:
         logprobs = logprobs_of([*prompt, *tokens], len(prompt))
         if likeliest := self._likeliest(prompt, body):
             tokens, logprobs = likeliest
-        version = int(self.version) if self.version.isdigit() else -1
+        version, left = int(self.version) if self.version.isdigit() else -1, {}
+        whole = logprobs
+        if body.get("return_sampling_mask") and self.tells:
+            logprobs = logprobs * np.float32(0.0 if body["top_k"] == 1 else 0.5)
+            left = {
+                "output_token_sampling_mask": self.left(tokens, body["top_k"]),
+                "output_token_sampling_logprobs": [float(value) for value in logprobs],
+            }
         if len(prompt) > 1:
             self.samples.append(Sample(list(prompt), tokens, logprobs, [(version, 0, len(tokens))], body))
-        rows = [[float(value), token, None] for value, token in zip(logprobs, tokens, strict=True)]
+        rows = [[float(value), token, None] for value, token in zip(whole, tokens, strict=True)]
         message = self.parsed(tokens)
-        meta: dict[str, Any] = {"output_token_logprobs": rows, "weight_version": self.version}
+        meta: dict[str, Any] = {"output_token_logprobs": rows, "weight_version": self.version, **left}
         if self.records_experts and body.get("return_routed_experts"):
             record = experts_of([*prompt, *tokens])[:-1].astype("<i4")
             meta["routed_experts"] = base64.b64encode(record.tobytes()).decode()
@@ -237,6 +246,9 @@ class FakeEngine:
         if self.status != 200:
             return web.json_response({"error": {"message": self.complaint}}, status=self.status)
         prompt, parameters = body["token_ids"], body["sampling_params"]
+        if self.tells and parameters["top_k"] < 1:
+            refusal = {"message": "sampling distribution replay requires top_k > 0"}
+            return web.json_response({"error": refusal}, status=400)
         text = self._written(decoded(prompt))
         tokens = [
             *encoded(text, dropout=0.3).tolist(),
@@ -270,6 +282,7 @@ class FakeEngine:
             "stop_reason": stop_reason,
             "token_ids": tokens,
             "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
+            "sampling_mask": self.left(tokens, parameters["top_k"]) if self.tells else None,
         }
         if self.records_experts:
             file = io.BytesIO()
@@ -308,13 +321,20 @@ class FakeEngine:
         message["content"] = re.split(r"\n?<tool_call>", text)[0] or None
         return message
 
+    @staticmethod
+    def left(tokens: Sequence[int], top_k: int) -> list[list[int]]:
+        """Each token and those behind it; of every fifth far more than `top_k`."""
+        return [[*range(token, token + (top_k + 40 if i % 5 == 4 else top_k))] for i, token in enumerate(tokens)]
+
     def _likeliest(self, prompt: Sequence[int], parameters: Mapping[str, Any]) -> tuple[list[int], np.ndarray] | None:
         """What it says where nothing is left to chance: one token, and its logprob."""
         temperature, top_p = parameters.get("temperature", 1.0), parameters.get("top_p", 1.0)
-        if temperature > 0.1 and top_p > 0.001:
+        top_k = parameters.get("top_k", 0)
+        if temperature > 0.1 and top_p > 0.001 and top_k != 1:
             return None
         scale = temperature if temperature <= 0.1 and "temperature" in self.heeds else 1.0
         scale *= 0.0 if top_p <= 0.001 and "top_p" in self.heeds else 1.0
+        scale *= 0.0 if top_k == 1 and "top_k" in self.heeds else 1.0
         return [prompt[0]], logprobs_of([*prompt, prompt[0]], len(prompt)) * np.float32(scale)
 
     # -- the policy --------------------------------------------------------------------------------------------------

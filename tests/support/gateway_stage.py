@@ -48,7 +48,7 @@ class Served:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        drawn = {"temperature": self.settings.gateway.temperature, "top_p": self.settings.gateway.top_p}
+        drawn: Any = {name: getattr(self.settings.gateway, name) for name in ("temperature", "top_p", "top_k")}
         self.fleet = Fleet(engines, timeout_seconds=60.0, patience_seconds=30.0, experts=experts, **drawn)
         try:
             self.gateway = Gateway(self.buffer.store.role(GatewayStore), self.settings, self.fleet, token=token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlbuffer.errors import TraceUnusable
+from rlbuffer.errors import InvalidRollout, TraceUnusable
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.support import WIDEST
+from rlbuffer.traces.values import Value
+from rlbuffer.traces.verifiers import attempt
 from rlbuffer.worker.envs.traces import rollout_of
 from rlbuffer.worker.samplers import Completion
 
@@ -103,6 +107,57 @@ def test_paths_that_part_are_sequences_of_one_rollout_and_what_they_share_trains
     assert [s.tokens[s.loss_mask].tolist() for s in rollout.sequences] == [[5, 6, 9], [12]]
     assert [[t.role for t in s.turns][-2:] for s in rollout.sequences] == [["tool", "assistant"], ["user", "assistant"]]
     assert (rollout.reward, rollout.max_policy_version) == (1.1, 8)
+
+
+def left(counts: list[int], ids: list[int]) -> dict[str, Any]:
+    """`sampling_mask` as verifiers puts it on its wire: all ids, and the number of each token's."""
+    arrays = {"ids": np.array(ids, np.int32), "counts": np.array(counts, np.int32)}
+    return {
+        "sampling_mask": {
+            name: {"data": binascii.b2a_base64(a.tobytes()).decode(), "dtype": "int32", "shape": list(a.shape)}
+            for name, a in arrays.items()
+        }
+    }
+
+
+def test_the_tokens_that_sampling_left_come_with_a_trace_and_a_message_without_them_keeps_the_rest() -> None:
+    nodes = branch(
+        node("user", [3]), node("assistant", [4, 5, 6], 2) | left([2, 1], [5, 8, 6]), node("assistant", [9], 1)
+    )
+    record = trace(nodes).model_dump("python")
+    (sequence,) = attempt(Value(record), version=1).sequences
+    assert sequence.columns["support"].tolist() == [[-1, -1], [-1, -1], [5, 8], [6, -1], [-1, -1]]
+    assert sequence.loss_mask.tolist() == [False, False, True, True, True]
+    in_process = record["nodes"][1] | {"sampling_mask": {"ids": np.array([5, 8, 6]), "counts": np.array([2, 1])}}
+    in_a_file = record["nodes"][1] | {"sampling_mask": {"ids": [5, 8, 6], "counts": [2, 1]}}
+    for other in (in_process, in_a_file):
+        (same,) = attempt(Value({**record, "nodes": [record["nodes"][0], other, record["nodes"][2]]})).sequences
+        assert same.columns["support"].tolist() == sequence.columns["support"].tolist()
+
+
+def test_a_token_of_which_too_many_others_were_left_is_not_trained() -> None:
+    wide = node("assistant", [4, 5], 2) | left([WIDEST + 1, 1], [*range(WIDEST + 1), 5])
+    (sequence,) = attempt(Value(trace(branch(node("user", [3]), wide)).model_dump("python")), version=1).sequences
+    assert sequence.columns["support"].tolist() == [[-1], [-2], [5]]
+    assert sequence.loss_mask.tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids"), [([2], [5, 8]), ([2, 2], [5, 8, 6]), ([2, 1], [5, 8, 6, 7]), ([-1, 4], [5, 8, 6]), ([], [])]
+)
+def test_a_record_of_other_tokens_than_were_sampled_is_damaged(counts: list[int], ids: list[int]) -> None:
+    broken = node("assistant", [4, 5, 6], 2) | left(counts, ids)
+    with pytest.raises(InvalidRollout, match="sampling_mask"):
+        attempt(Value(trace(branch(node("user", [3]), broken)).model_dump("python")), version=1)
+
+
+def test_the_sampler_s_own_record_is_that_of_the_rollout() -> None:
+    first = replace(SAID[0], support=np.array([[5, 8], [6, -1]], np.int32))
+    second = replace(SAID[1], support=np.array([[-2]], np.int32))
+    rollout = made(trace(), [first, second])
+    none = [-1, -1]
+    assert rollout.columns["support"].tolist() == [*[none] * 4, [5, 8], [6, -1], *[none] * 3, [-2, -1]]
+    assert rollout.tokens[rollout.loss_mask].tolist() == [5, 6]
 
 
 def test_requests_that_the_trace_does_not_hold_are_left_out() -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,7 +92,9 @@ class Fleet:
         urls: of vLLM's or SGLang's servers.
         timeout_seconds: longest that one answer may take.
         patience_seconds: longest that a call waits for all of them.
-        temperature: the run's, with which logprobs must be; so must they without `top_p`.
+        temperature, top_p: the run's. Logprobs must be with the one and without the other; with `top_k` they must be of
+            the tokens that are left.
+        top_k: the run's.
         experts: of the model, whose choice answers must say; None: they need not.
     """
 
@@ -104,19 +106,15 @@ class Fleet:
         patience_seconds: float = PATIENCE_SECONDS,
         temperature: float = 1.0,
         top_p: float = 1.0,
+        top_k: int = 0,
         experts: ExpertCounts | None = None,
     ) -> None:
         self._experts = experts
-        self._temperature, self._top_p = temperature, top_p
+        self._temperature, self._top_p, self._top_k = temperature, top_p, top_k
         self._seconds, self._patience = timeout_seconds, patience_seconds
         self._watching: asyncio.Task[None] | None = None
-        self._places = [
-            _Place(
-                url.rstrip("/"),
-                Endpoint(url, timeout_seconds=timeout_seconds, setting=SETTING, records_experts=experts is not None),
-            )
-            for url in urls
-        ]
+        told: dict[str, Any] = {"setting": SETTING, "top_k": top_k, "records_experts": experts is not None}
+        self._places = [_Place(url.rstrip("/"), Endpoint(url, timeout_seconds=timeout_seconds, **told)) for url in urls]
 
     async def start(self) -> None:
         """Looks at all of them. One that is away is looked at again by the calls.
@@ -283,7 +281,7 @@ class Fleet:
         place.template = None
         engine = place.engine = await self._found(place)
         await engine.probe()
-        await check_logprobs(engine, temperature=self._temperature, top_p=self._top_p)
+        await check_logprobs(engine, temperature=self._temperature, top_p=self._top_p, top_k=self._top_k)
         place.shown = await shown(_rendering(engine))
         place.template = await check_template(_rendering(engine))
         if place.is_down:  # what a call has failed of, only a call can show to be over

@@ -1,8 +1,10 @@
-"""Whether an engine's logprobs are those that a trainer computes: of the whole vocabulary, at the run's temperature.
+"""Whether an engine's logprobs are those that a trainer computes: at the run's temperature, of the whole vocabulary, or
+of the tokens that `top_k` left.
 
 Both are told by answers of one token behind odd prompts, where no model is sure of itself:
 
 - A nucleus of 0.01 % holds one token. In the whole vocabulary its logprob is below 0; in the nucleus it is 0.
+- Of one token that `top_k` left the logprob is 0, and below 0 in the whole vocabulary.
 - At the temperatures 0.02 and 0.1 the same token is drawn, the likeliest. Its logprob is another one at each; without
   the temperature it is the same.
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlbuffer.errors import ConfigError
+from rlbuffer.errors import ConfigError, RequestFailed
 from rlbuffer.gateway.engines.base import Engine, Rendering
 from rlbuffer.gateway.request import AgentRequest
 from rlbuffer.worker.samplers.base import Sampling
@@ -24,6 +26,7 @@ SIMPLEST = AgentRequest(messages=({"role": "user", "content": "x"},))
 """A conversation that every template takes."""
 PROMPTS = 8
 NARROW = Sampling(max_new_tokens=1, top_p=1e-4)
+ALONE = Sampling(max_new_tokens=1, top_k=1)
 COLD, COOL = (Sampling(max_new_tokens=1, temperature=temperature) for temperature in (0.02, 0.1))
 ZERO = 1e-6
 """Logprobs nearer to 0 are those of a token that has all of the probability."""
@@ -35,13 +38,25 @@ Drawn = list[tuple[int, float]]
 """Token and logprob behind each prompt."""
 
 
-async def check_logprobs(engine: Engine, *, temperature: float, top_p: float) -> None:
+async def check_logprobs(engine: Engine, *, temperature: float, top_p: float, top_k: int = 0) -> None:
     """Tries an engine with what the run's settings need.
 
     Raises:
         ConfigError: its logprobs are others.
         RequestFailed, SamplerUnavailable: it does not answer.
     """
+    if top_k:  # logprobs that heed it are vLLM's processed ones, or SGLang's of its sampling: with the temperature
+        try:
+            drawn = await _drawn(engine, ALONE)
+        except RequestFailed as error:  # it does not tell what was left, of any answer
+            raise ConfigError(str(error), setting=SETTING) from error
+        if any(logprob < -EQUAL for _, logprob in drawn):
+            raise ConfigError(
+                f"{engine.url} gives logprobs of the whole vocabulary, and trainers compute those of the tokens that "
+                f"were left (gateway.top_k = {top_k}). Start it with --logprobs-mode processed_logprobs",
+                setting=SETTING,
+            )
+        return
     if top_p < 1 and all(logprob > -ZERO for _, logprob in await _drawn(engine, NARROW)):
         raise ConfigError(
             f"{engine.url} gives logprobs of the nucleus, and trainers compute those of the whole vocabulary "

@@ -17,11 +17,11 @@ from rlbuffer.errors import ConfigError, RequestFailed
 from rlbuffer.gateway.engines.base import Answer, Rendering, message_of
 from rlbuffer.gateway.request import AgentRequest
 from rlbuffer.records.spans import VersionSpan
-from rlbuffer.worker.samplers.base import Completion, Sampling, finish_reason, with_record
+from rlbuffer.worker.samplers.base import Completion, Sampling, finish_reason, support_told, with_record
 from rlbuffer.worker.samplers.endpoint import ENDPOINT_PROBE_SECONDS, Endpoint
 
 CHAT = "/v1/chat/completions"
-NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Sent with every request: where they are missing the model's own count."""
 
 
@@ -74,7 +74,10 @@ class SglangEngine:
             **NEUTRAL,
             "input_ids": prompt.tolist(),
             "temperature": sampling.temperature,
+            "top_k": sampling.top_k or -1,
             "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            **({"return_sampling_mask": True} if sampling.top_k else {}),
             "max_tokens": sampling.max_new_tokens,
             "logprobs": True,
             "return_meta_info": True,
@@ -86,7 +89,12 @@ class SglangEngine:
             choice = told["choices"][0]
             meta: dict[str, Any] = choice["meta_info"]
             rows = meta["output_token_logprobs"]
-            tokens = np.array([row[1] for row in rows], np.int32)
+            tokens, logprobs = np.array([row[1] for row in rows], np.int32), [row[0] for row in rows]
+            support = support_told(meta.get("output_token_sampling_mask"), len(tokens), sampling)
+            if support is not None:  # those before are of the whole vocabulary
+                logprobs = meta["output_token_sampling_logprobs"]
+                if len(logprobs) != len(tokens):
+                    raise RequestFailed(f"{self.url}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
             version = str(meta.get("weight_version"))
             number = int(version) if version.isdigit() else -1
             matched = choice.get("matched_stop")
@@ -94,9 +102,10 @@ class SglangEngine:
             reason = finish_reason("stop" if told_reason == "tool_calls" else told_reason, tokens, sampling)
             completion = Completion(
                 tokens=tokens,
-                logprobs=np.array([row[0] for row in rows], np.float32),
+                logprobs=np.array(logprobs, np.float32),
                 finish_reason=reason,
                 version_spans=(VersionSpan(number, 0, len(tokens)),),
+                support=support,
             )
             if self._experts is not None:
                 completion = with_record(completion, len(prompt), self._record(meta.get("routed_experts")))

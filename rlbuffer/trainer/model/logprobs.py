@@ -55,9 +55,11 @@ def chunk_tokens(vocabulary: int, kind: str) -> int:
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], bias [V] | None, targets [N]) -> (logprobs [N], entropy [N]).
+    """(hidden [N, D], weight [V, D], bias [V] | None, targets [N], support [N, W] | None) -> (logprobs, entropy), [N]
+    each.
 
     With p = softmax(z), z the logits: d logprob / dz_j = [j = target] - p_j, and d entropy / dz_j = -p_j (log p_j + H).
+    Outside of a support z is -inf and p is 0, so both hold as they stand.
 
     Products are made in the dtype of `hidden`, everything else in float32 at least. So a weight kept in float32 for a
     16-bit forward pass gets a gradient in float32: a sum over chunks in 16 bit would lose what later chunks add.
@@ -70,6 +72,7 @@ class _ChunkedHead(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        support: Tensor | None,
         temperature: Tensor | float,
         shape: LogitShape,
         chunk: int,
@@ -79,19 +82,21 @@ class _ChunkedHead(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             shaped = _shaped(hidden[part], narrow, bias, shape)
-            log_p = _log_softmax(shaped, _scale(temperature, part, shaped))
+            cut = None if support is None else outside(support[part], targets[part], len(weight))
+            log_p = _log_softmax(shaped, _scale(temperature, part, shaped), cut)
             del shaped
             logprobs.append(log_p.gather(1, targets[part, None])[:, 0])
             entropies.append(-log_p.exp().mul_(log_p).sum(-1))
-            del log_p  # before the next chunk takes its place
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature if isinstance(temperature, Tensor) else None)
+            del log_p, cut  # before the next chunk takes its place
+        temperatures = temperature if isinstance(temperature, Tensor) else None
+        ctx.save_for_backward(hidden, weight, bias, targets, support, temperatures)
         ctx.temperature = temperature if isinstance(temperature, float) else 0.0
         ctx.shape, ctx.chunk = shape, chunk
         return torch.cat(logprobs), torch.cat(entropies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperatures = ctx.saved_tensors
+        hidden, weight, bias, targets, support, temperatures = ctx.saved_tensors
         of_logprobs, of_entropy = gradients
         temperature = ctx.temperature if temperatures is None else temperatures
         narrow = weight.to(hidden.dtype)
@@ -103,7 +108,9 @@ class _ChunkedHead(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             shaped = _shaped(hidden[part], narrow, bias, ctx.shape)
             scale = _scale(temperature, part, shaped)
-            log_p = _log_softmax(shaped, scale)
+            cut = None if support is None else outside(support[part], targets[part], len(weight))
+            log_p = _log_softmax(shaped, scale, cut)
+            del cut
             for_cap = shaped if ctx.shape.cap else None
             del shaped  # else the fourth of four: they are the head's peak
             p = log_p.exp()
@@ -130,7 +137,24 @@ class _ChunkedHead(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+def has_record(support: Tensor, targets: Tensor) -> Tensor:
+    """[N] bool: True where a row of a column ``support`` [N, W] has its own token, so that it says what was left."""
+    return (support == targets[:, None]).any(1)
+
+
+def outside(support: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
+    """[N, V] bool: True for the tokens that restricted sampling did not leave; nowhere in a row without a record.
+
+    Shapes: ``support`` [N, W] (:mod:`rlbuffer.records.support`), ``targets`` [N]. Ids that the model does not have
+    stand for nothing.
+    """
+    ids = torch.where((support >= 0) & (support < vocabulary), support.long(), targets[:, None])
+    is_cut = torch.ones(len(support), vocabulary, dtype=torch.bool, device=support.device).scatter_(1, ids, False)
+    return is_cut.logical_and_(has_record(support, targets)[:, None])
 
 
 def _shaped(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: LogitShape) -> Tensor:
@@ -139,10 +163,14 @@ def _shaped(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: LogitSha
     return shape.apply(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
 
-def _log_softmax(logits: Tensor, scale: Tensor | float) -> Tensor:
-    """[n, V] of the logits over `scale`, in a tensor of its own; nothing below :data:`LEAST_NATS`."""
+def _log_softmax(logits: Tensor, scale: Tensor | float, cut: Tensor | None) -> Tensor:
+    """[n, V] of the logits over `scale`, without those that are `cut` [n, V], in a tensor of its own; nothing below
+    :data:`LEAST_NATS`."""
     is_one = isinstance(scale, float) and scale == 1.0
-    return torch.log_softmax(logits if is_one else logits / scale, dim=-1).clamp_(min=LEAST_NATS)
+    scaled = logits if is_one else logits / scale
+    if cut is not None:
+        scaled = scaled.masked_fill(cut, -torch.inf) if is_one else scaled.masked_fill_(cut, -torch.inf)
+    return torch.log_softmax(scaled, dim=-1).clamp_(min=LEAST_NATS)
 
 
 def _scale(temperature: Tensor | float, part: slice, logits: Tensor) -> Tensor | float:
@@ -156,14 +184,18 @@ def token_logprobs(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    support: Tensor | None = None,
     temperature: Tensor | float = 1.0,
     shape: LogitShape = PLAIN,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of the distribution it comes from, both differentiable.
 
+    With `support` the distribution is that over the tokens which it has, of each row that has its own target
+    (:mod:`rlbuffer.records.support`).
+
     Shapes: ``hidden`` [N, D] (the hidden state that predicts the target), ``weight`` [V, D], ``targets`` [N] int64,
-    ``temperature`` a number or [N]; -> ([N], [N]) in float32 at least. Units: nats.
+    ``support`` [N, W] integers, ``temperature`` a number or [N]; -> ([N], [N]) in float32 at least. Units: nats.
 
     Source: chunks recomputed in the backward pass as in Liger Kernel's fused cross entropy, arXiv 2410.10989.
     """
@@ -175,6 +207,6 @@ def token_logprobs(
         temperature = float(temperature)
     size = chunk or chunk_tokens(len(weight), hidden.device.type)
     logprobs, entropy = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, shape, size
+        hidden, weight, bias, targets, support, temperature, shape, size
     )
     return logprobs, entropy

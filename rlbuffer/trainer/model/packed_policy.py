@@ -135,12 +135,13 @@ class PackedPolicy(nn.Module):
         chosen: Tensor,
         temperature: Tensor | float = 1.0,
         routed: Tensor | None = None,
+        support: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprob and entropy of the chosen tokens, under all tokens before them in their segment.
 
         Shapes: ``input_ids``, ``position_ids`` [T]; ``cu_seqlens`` [S + 1]; ``chosen`` [N] indices of tokens, none of
         them the first of its segment; ``temperature`` a number or [N]; ``routed`` [T, layers, K] int32, the experts to
-        compute with; -> ([N], [N]), nats.
+        compute with; ``support`` [N, W], the tokens that restricted sampling left; -> ([N], [N]), nats.
 
         Raises:
             ConfigError: `routed` is not of such a model.
@@ -159,6 +160,7 @@ class PackedPolicy(nn.Module):
                 head.weight,  # type: ignore[arg-type]
                 input_ids[chosen].long(),
                 bias=getattr(head, "bias", None),
+                support=support,
                 temperature=temperature,
                 shape=self.shape,
             )

@@ -78,6 +78,7 @@ class Tally:
             clip_fraction=sums["masked/clip"] / trained,
             **self._masked(sums, sum(its["truncated_tokens"] for its in envs.values())),
             experts_unrecorded=sums["routed/unrecorded"] / sums["routed/tokens"] if sums["routed/tokens"] else None,
+            support=_shares_of({name: sums[f"support/{name}"] for name in ("exact", "unrecorded", "too_wide")}),
             grad_norm=self.gradient_norm,
             learning_rate=self.learning_rate,
             tokens=header.tokens,
@@ -160,6 +161,12 @@ class Tally:
             "memory_bytes": memory_bytes(self._ranks.device),
             "rank": {"tokens": tokens, **{part: round(value, 6) for part, value in seconds.items()}},
         }
+
+
+def _shares_of(counts: Mapping[str, float]) -> dict[str, float]:
+    """The counts over their sum; nothing where nothing was counted."""
+    total = sum(counts.values())
+    return {name: count / total for name, count in counts.items()} if total else {}
 
 
 def _added(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:

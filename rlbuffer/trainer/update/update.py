@@ -19,7 +19,9 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.micro_batch import MicroBatch, Step
 from rlbuffer.records.routed import ROUTED_EXPERTS
+from rlbuffer.records.support import SUPPORT, TOO_WIDE
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, masks_of, per_token_of, uses_old, weights_of
+from rlbuffer.trainer.model.logprobs import has_record
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.update.blame import naming, way_out
 from rlbuffer.trainer.update.ratios import Ratios
@@ -31,11 +33,20 @@ from rlbuffer.weights.experts import is_recorded
 _MASKED = {stage: f"masked/{stage}" for stage in STAGES}
 _WEIGHTS = {name: f"weight/{name}" for name in CORRECTION_FACTS}
 _ROUTED = ("routed/tokens", "routed/unrecorded")
-SUMS = ("loss", "entropy", "kl", "loss_tokens", "tokens", "masked", *_ROUTED, *_MASKED.values(), *_WEIGHTS.values())
+_SUPPORT = ("support/exact", "support/unrecorded", "support/too_wide")
+SUMS = (
+    *("loss", "entropy", "kl", "loss_tokens", "tokens", "masked"),
+    *_ROUTED,
+    *_SUPPORT,
+    *_MASKED.values(),
+    *_WEIGHTS.values(),
+)
 """Quantities that every update sums over its micro-batches, and the ranks over each other. ``tokens`` is without
 padding; ``masked`` are trained tokens that any stage leaves without a gradient, ``masked/STAGE`` those of each, and
 ``weight/NAME`` is what a correction weighs. ``routed/tokens`` are those with another one behind them, in steps whose
-experts are replayed; ``routed/unrecorded`` those of them without a record."""
+experts are replayed; ``routed/unrecorded`` those of them without a record. ``support/WHAT`` are tokens of rollouts
+whose sampling was restricted: trained over what was left, over the whole vocabulary for want of a record, and not
+trained."""
 
 
 def trained_tokens(
@@ -49,8 +60,9 @@ def trained_tokens(
     """Runs the policy over a micro-batch that holds torch tensors and gives what the losses need of it.
 
     A column ``temperatures`` wins over `temperature`, for the rollouts that have it; a column ``weights`` weighs tokens
-    in the loss; a column ``routed_experts`` says which experts compute, unless `replays_experts` is False. `version` is
-    the policy version that is trained, which ages are counted from.
+    in the loss; a column ``routed_experts`` says which experts compute, unless `replays_experts` is False; with a
+    column ``support`` logprobs and entropy are of the tokens that it has. `version` is the policy version that is
+    trained, which ages are counted from.
     """
     arrays: Any = micro_batch
     chosen = torch.nonzero(arrays.loss_mask)[:, 0]
@@ -64,6 +76,8 @@ def trained_tokens(
             scale = torch.where(arrays.lacking["temperatures"][chosen], temperature, scale)
     recorded = arrays.columns.get(ROUTED_EXPERTS) if replays_experts else None
     further = {} if recorded is None else {"routed": recorded.int()}
+    if SUPPORT in arrays.columns:
+        further[SUPPORT] = arrays.columns[SUPPORT][chosen]
     logprobs, entropy = policy(arrays.input_ids, arrays.position_ids, arrays.cu_seqlens, chosen, scale, **further)
     reference, weights = arrays.columns.get("ref_logprobs"), arrays.columns.get("weights")
     return TrainedTokens(
@@ -247,6 +261,7 @@ def _sums(
         "masked": torch.stack([*masks.values()]).any(0).sum(),
         **{_MASKED[stage]: mask.sum() for stage, mask in masks.items()},
         **{_WEIGHTS[name]: weight.sum(dtype=torch.float64) for name, weight in corrections.items()},
+        **_of_support(micro_batch),
     }
     numbers = torch.stack([value.double() for value in measured.values()]).tolist()
     sums = dict.fromkeys(SUMS, 0.0) | dict(zip(measured, numbers, strict=True))
@@ -263,3 +278,15 @@ def _routed_sums(micro_batch: MicroBatch) -> Tensor:
     sums = dict.fromkeys(SUMS, 0.0)
     sums["routed/tokens"], sums["routed/unrecorded"] = int(counts.sum()), int((counts & ~recorded).sum())
     return torch.tensor([*sums.values()], dtype=torch.float64)
+
+
+def _of_support(micro_batch: MicroBatch) -> dict[str, Tensor]:
+    """The sums that say what became of restricted sampling; none where no rollout of the step has the column."""
+    arrays: Any = micro_batch
+    support = arrays.columns.get(SUPPORT)
+    if support is None:
+        return {}
+    is_trained = arrays.loss_mask & ~arrays.lacking[SUPPORT] if SUPPORT in arrays.lacking else arrays.loss_mask
+    is_exact = has_record(support, arrays.input_ids)
+    parts = (is_trained & is_exact, is_trained & ~is_exact, support[:, 0] == TOO_WIDE)
+    return {name: part.sum() for name, part in zip(_SUPPORT, parts, strict=True)}

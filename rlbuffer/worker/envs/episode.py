@@ -17,6 +17,7 @@ from rlbuffer.errors import PromptTooLong
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.routed import ROUTED_EXPERTS, joined, routed_column
 from rlbuffer.records.spans import Turn, VersionSpan
+from rlbuffer.records.support import SUPPORT, is_kept, support_column
 from rlbuffer.worker.envs.prompt import Score
 from rlbuffer.worker.samplers.base import Completion, Sampling
 
@@ -39,6 +40,7 @@ class Episode:
         self._parts: list[NDArray[np.int32]] = []
         self._masks: list[NDArray[np.bool_]] = []
         self._logprobs: list[NDArray[np.float32]] = []
+        self._supports: list[NDArray[np.int32] | None] = []
         self._spans: list[VersionSpan] = []
         self._turns: list[Turn] = []
         self._length = 0
@@ -54,7 +56,7 @@ class Episode:
 
     @property
     def sampled_tokens(self) -> int:
-        """The number of tokens that the policy sampled."""
+        """The number of tokens that the policy sampled and that are trained."""
         return sum(int(mask.sum()) for mask in self._masks)
 
     def extend(self, tokens: Sequence[int] | NDArray[np.int32], *, role: str = "tool") -> None:
@@ -64,8 +66,9 @@ class Episode:
 
     def add(self, completion: Completion, *, role: str = "assistant") -> None:
         """Adds a completion of the tokens so far."""
-        start = self._length
-        self._add(completion.tokens, np.ones(len(completion.tokens), np.bool_), completion.logprobs, role)
+        start, support = self._length, completion.support
+        mask = np.ones(len(completion.tokens), np.bool_) if support is None else is_kept(support)
+        self._add(completion.tokens, mask, completion.logprobs, role, support)
         if completion.routed_experts is not None:
             parts = [] if self._routed is None else [(len(self._routed), self._routed)]
             rows = routed_column(completion.routed_experts, self._length)
@@ -127,18 +130,30 @@ class Episode:
 
     def _fields(self) -> dict[str, Any]:
         """Those of a sequence."""
+        support = support_column([(len(ids), its) for ids, its in zip(self._parts, self._supports, strict=True)])
         return {
             "tokens": self.tokens,
             "loss_mask": np.concatenate(self._masks),
             "logprobs": np.concatenate(self._logprobs),
             "version_spans": tuple(self._spans),
             "turns": tuple(self._turns) if len(self._turns) > 2 else (),
-            "columns": {} if self._routed is None else {ROUTED_EXPERTS: routed_column(self._routed, self._length)},
+            "columns": {
+                **({} if support is None else {SUPPORT: support}),
+                **({} if self._routed is None else {ROUTED_EXPERTS: routed_column(self._routed, self._length)}),
+            },
         }
 
-    def _add(self, ids: NDArray[np.int32], mask: NDArray[np.bool_], logprobs: NDArray[np.float32], role: str) -> None:
+    def _add(
+        self,
+        ids: NDArray[np.int32],
+        mask: NDArray[np.bool_],
+        logprobs: NDArray[np.float32],
+        role: str,
+        support: NDArray[np.int32] | None = None,
+    ) -> None:
         if not len(ids):
             return
+        self._supports.append(support)
         self._parts.append(ids)
         self._masks.append(mask)
         self._logprobs.append(logprobs)

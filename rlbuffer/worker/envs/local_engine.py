@@ -27,7 +27,10 @@ MODEL = "policy"
 """Name of the sampler there."""
 CONTEXT_FULL = "the context is full"
 """Begins the refusal of a request that the model's context has no room for."""
-KNOWN = {"temperature", "top_p", "max_tokens", "n", "stop_token_ids", "logprobs", "skip_special_tokens"}
+KNOWN = {
+    *("temperature", "top_k", "top_p", "min_p", "n"),
+    *("max_tokens", "stop_token_ids", "logprobs", "skip_special_tokens"),
+}
 """Sampling parameters with a meaning here, or without one for token ids."""
 HARMLESS = {"routed_experts_prompt_start", "cache_salt", "priority"}
 """Sampling parameters about a server's own ways."""
@@ -119,7 +122,8 @@ def _sampling(configured: Sampling, asked: Mapping[str, Any]) -> Sampling:
         UnknownParameter: a parameter has no meaning here, or is another than the worker's own: the trainer divides by
             the temperature that the worker records.
     """
-    own = {"temperature": configured.temperature, "top_p": configured.top_p, "n": 1}
+    own = {"temperature": configured.temperature, "top_k": configured.top_k, "top_p": configured.top_p}
+    own |= {"min_p": configured.min_p, "n": 1}
     for name, value in asked.items():
         if name not in KNOWN | HARMLESS:
             raise UnknownParameter(f"sampling parameter {name} = {value!r}: no sampler of a worker knows it")

@@ -20,6 +20,7 @@ from rlbuffer.records.spans import VersionSpan
 from rlbuffer.traces import attempt as traces
 from rlbuffer.traces.values import Value
 from rlbuffer.traces.verifiers import attempt
+from rlbuffer.traces.verifiers_messages import Sampled
 from rlbuffer.worker.samplers.base import Completion
 
 
@@ -40,19 +41,21 @@ def rollout_of(trace: Any, completions: Sequence[Completion], *, text: str) -> R
     said = dict[int, Completion]()
     left = list(completions)
 
-    def versions(number: int, tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> list[VersionSpan]:
+    def told(number: int, tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> Sampled:
         first = int(np.argmax(mask))
         end = first + int(mask.sum())
         if not mask[first:end].all():
             raise TraceUnusable(f"message {number} of the trace has sampled tokens in several places")
         logprobs = record["nodes"].listed()[number]["logprobs"].floats()
         said[number] = _taken(left, tokens[first:end], logprobs, number)
-        return [VersionSpan(v, first + start, first + stop) for v, start, stop in said[number].version_spans]
+        its = said[number]
+        spans = [VersionSpan(v, first + start, first + stop) for v, start, stop in its.version_spans]
+        return Sampled(spans, its.support)
 
     def experts(number: int) -> NDArray[Any] | None:
         return said[number].routed_experts if number in said else None
 
-    found = attempt(record, spans=versions, records=experts)
+    found = attempt(record, told=told, records=experts)
     if found.failure:
         stop, (kind, message) = found.metadata["stop"] or "no stop condition", found.failure
         raise TraceUnusable(f"the trace failed ({stop}): {kind}: {message}")

@@ -44,6 +44,7 @@ def make_sampler(settings: WorkerSettings, *, seed: int = 0) -> Sampler:
         options,
         temperature=settings.temperature,
         top_p=settings.top_p,
+        top_k=settings.top_k,
         records_experts=settings.record_experts,
     ):
         raise ConfigError(text, setting=setting)
@@ -61,6 +62,7 @@ def wrong_sampler(
     *,
     temperature: float,
     top_p: float,
+    top_k: int = 0,
     records_experts: bool = False,
     is_deterministic: bool = False,
 ) -> Iterator[tuple[str, str, bool]]:
@@ -75,9 +77,12 @@ def wrong_sampler(
     if lacking := [module for module in traits.needs if find_spec(module) is None]:
         install = f": {installed_by(traits.extra)}" if traits.extra else ""
         yield "sampler", f"sampler {name} needs the module {', '.join(lacking)}{install}", True
-    if top_p < 1 and temperature != 1 and not traits.nucleus_at_any_temperature:
+    if top_k and not traits.records_support:
+        yield "top_k", f"top_k = {top_k}: sampler {name} does not record the tokens that it leaves", True
+    elif top_p < 1 and temperature != 1 and not top_k and not traits.nucleus_at_any_temperature:
         why = "its logprobs would be of what the nucleus leaves, and every ratio wrong by its mass"
-        yield "top_p", f"top_p = {top_p:g} needs temperature = 1 with sampler {name}, not {temperature:g}: {why}", True
+        needs = "needs temperature = 1, or top_k above 0," if traits.records_support else "needs temperature = 1"
+        yield "top_p", f"top_p = {top_p:g} {needs} with sampler {name}, not {temperature:g}: {why}", True
     if temperature < (least := traits.least_temperature):
         yield "temperature", f"temperature = {temperature:g}: sampler {name} samples at {least:g} at least", True
     if records_experts and not traits.records_experts:

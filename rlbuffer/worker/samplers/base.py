@@ -6,7 +6,7 @@ A :class:`Sampler` is asynchronous: many prompts are in flight at once, and a ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from rlbuffer.process.logs import fields
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.routed import routed_column
 from rlbuffer.records.spans import VersionSpan
+from rlbuffer.records.support import support_of
 from rlbuffer.weights.layout import base_of, is_adapter
 
 ADAPTER_NAME = "rlbuffer"
@@ -37,13 +38,14 @@ def seeds_of(seed: int) -> Iterator[int]:
         yield int(draws.integers(2**32))
 
 
-def logprobs_mode(top_p: float) -> str:
-    """The mode in which vLLM gives logprobs over the whole vocabulary.
+def logprobs_mode(top_p: float, top_k: int) -> str:
+    """The mode in which vLLM gives the logprobs that a trainer computes.
 
-    Its processed logprobs have the temperature and the nucleus, its raw ones neither: with a nucleus they are the
-    right ones at temperature 1 alone, which is why the settings refuse any other there.
+    Its processed logprobs have the temperature and what was left out, its raw ones neither. With `top_k` the trainer
+    leaves out the same. With a nucleus alone the raw ones are right, at temperature 1, which is why the settings refuse
+    any other there.
     """
-    return "processed_logprobs" if top_p == 1 else "raw_logprobs"
+    return "processed_logprobs" if top_k or top_p == 1 else "raw_logprobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +56,12 @@ class Sampling:
     """Longest completion, in tokens, >= 1."""
     temperature: float = 1.0
     """Logits are divided by it; 0 takes the likeliest token, with logprob 0 (only for evaluation)."""
+    top_k: int = 0
+    """The likeliest tokens, of which one is drawn; 0: of all. Above 0 the tokens that are left are recorded."""
     top_p: float = 1.0
     """Nucleus: tokens beyond this probability mass are never drawn. (0, 1]."""
+    min_p: float = 0.0
+    """Tokens with less than this share of the likeliest one's probability are never drawn. [0, 1); needs `top_k`."""
     stop_token_ids: tuple[int, ...] = ()
     """Drawing one of these ends the completion; it is part of it."""
 
@@ -71,6 +77,31 @@ def fitted(sampling: Sampling, prompt: int, context: int) -> Sampling:
     if prompt >= context:
         raise PromptTooLong(f"a prompt of {prompt} tokens leaves no room in a context of {context}")
     return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, context - prompt))
+
+
+def of_an_engine(sampling: Sampling) -> Sampling:
+    """What an engine is asked for. One that tells the tokens which it leaves refuses temperature 0 (vLLM 0.32): the
+    likeliest of one token is the same."""
+    if sampling.top_k and sampling.temperature == 0:
+        return replace(sampling, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
+    return sampling
+
+
+def support_told(rows: Sequence[Sequence[int]] | None, tokens: int, sampling: Sampling) -> NDArray[np.int32] | None:
+    """The tokens that an engine left for each of `tokens`, as :class:`Completion` has them.
+
+    Raises:
+        RequestFailed: it does not tell them, and they were asked for.
+    """
+    if not sampling.top_k or sampling.temperature == 0:
+        return None
+    if rows is None or len(rows) != tokens:
+        came = "nothing" if rows is None else f"{len(rows)} lists"
+        raise RequestFailed(
+            f"the engine does not tell which tokens top_k = {sampling.top_k} left: {came} came for {tokens} sampled "
+            "tokens. vLLM's server needs --return-sampling-mask, SGLang's is 0.5.23 or newer"
+        )
+    return support_of(rows, sampling.top_k)
 
 
 def finish_reason(told: object, tokens: NDArray[np.int32], sampling: Sampling) -> str:
@@ -164,8 +195,9 @@ class Completion:
     tokens: NDArray[np.int32]
     """[C] int32, C >= 1 unless aborted; with the stop token when it was sampled."""
     logprobs: NDArray[np.float32]
-    """[C] float32; log-probability of each token over the whole vocabulary at the temperature, whatever the nucleus
-    was: that is what a trainer computes, so its ratio to it is 1 while the policy is the same."""
+    """[C] float32; log-probability of each token at the temperature. That of a token with a `support` is over it, that
+    of another over the whole vocabulary, whatever the nucleus was. That is what a trainer computes, so its ratio to it
+    is 1 while the policy is the same."""
     finish_reason: str
     """``stop`` (a stop token), ``length`` (the limit), ``abort`` (told to stop: not to be trained on)."""
     version_spans: tuple[VersionSpan, ...]
@@ -173,6 +205,9 @@ class Completion:
     routed_experts: NDArray[Any] | None = None
     """[P + C, layers, K]; the experts that took each token in, those of the prompt first, as
     :mod:`rlbuffer.records.routed` has them. None where they are not recorded."""
+    support: NDArray[np.int32] | None = None
+    """[C, W] int32; the tokens that `top_k`, `top_p` and `min_p` left, as :mod:`rlbuffer.records.support` has them;
+    None without `top_k`."""
 
 
 def with_record(completion: Completion, prompt: int, rows: Any) -> Completion:
@@ -209,7 +244,10 @@ class SamplerTraits:
     least_temperature: float = 0.0
     """Below it the engine samples at this one and says nothing."""
     nucleus_at_any_temperature: bool = True
-    """False: with ``top_p`` below 1 its logprobs are of the whole vocabulary at temperature 1 alone."""
+    """False: with ``top_p`` below 1, and without ``top_k``, its logprobs are of the whole vocabulary at temperature 1
+    alone."""
+    records_support: bool = False
+    """It takes ``top_k`` and ``min_p``, and gives the tokens that they leave."""
     records_experts: bool = False
     """It can say which experts took each token in (``record_experts``)."""
     takes_batches: bool = False

@@ -87,7 +87,7 @@ def must_be_true(stage: Stage, prompt: Ids, completion: Completion, sampling: Sa
     for version, start, end in spans:
         assert start == position < end, f"version spans are ascending and leave nothing out: {spans}"
         position = end
-        expected = logprobs_of(stage.models[version], prompt, tokens, sampling)[start:end]
+        expected = logprobs_of(stage.models[version], prompt, tokens, sampling, completion.support)[start:end]
         worst = float(np.abs(logprobs[start:end] - expected).max())
         assert worst < TOLERANCE, f"logprobs are those of the published weights, to {TOLERANCE:g}: {worst:g} off"
     assert position == len(tokens), f"version spans cover all tokens: {spans}"

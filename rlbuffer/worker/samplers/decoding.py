@@ -2,7 +2,8 @@
 
 For small models and CPUs. The loop is ours because ``generate`` spends more time around a tiny model than inside it,
 and because the logprobs must be those of the distribution that was drawn from: ``log_softmax(logits / temperature)``
-in float32, computed once, used for both. A nucleus leaves out tokens; the logprobs of the others stay what they were.
+in float32, computed once, used for both. A nucleus alone leaves out tokens; the logprobs of the others stay what they
+were. With ``top_k`` the distribution is that over the tokens which are left, and they are recorded.
 
 Prompts of unequal lengths are padded on the left, so that every row's next token is in the last column; position ids
 count real tokens only and a mask hides the padding. Every prompt is read once and its cache repeated for its group.
@@ -13,6 +14,7 @@ Imports torch: :mod:`rlbuffer.worker.samplers.transformers` does so when it make
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from rlbuffer.errors import ConfigError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.routed import routed_column
 from rlbuffer.records.spans import VersionSpan
+from rlbuffer.records.support import NO_TOKEN
 from rlbuffer.weights.adapters import model_directory, state_of
 from rlbuffer.weights.experts import Experts, experts_of
 from rlbuffer.weights.files import load_state, open_weights, read_config
@@ -132,13 +135,20 @@ class Decoder:
         eos = torch.tensor(sorted(sampling.stop_token_ids), dtype=torch.long, device=device)
         tokens = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=device)
         logprobs = torch.zeros(rows, max_new_tokens, dtype=torch.float32, device=device)
+        width = min(sampling.top_k, self.vocab_size) if sampling.temperature else 0
+        support = torch.full((rows, max_new_tokens, width), NO_TOKEN, dtype=torch.int32, device=device)
         lengths = torch.full((rows,), max_new_tokens, device=device)
         is_finished = torch.zeros(rows, dtype=torch.bool, device=device)
         is_aborted = False
         step = 0
         while True:
             distribution = distribution_of(logits[:, -1].float(), sampling.temperature)
-            drawn = torch.multinomial(nucleus(distribution.exp(), sampling.top_p), 1, generator=self._generator)
+            if width:
+                distribution, support[:, step] = restricted(distribution, sampling)
+                probabilities = distribution.exp()
+            else:
+                probabilities = nucleus(distribution.exp(), sampling.top_p)
+            drawn = torch.multinomial(probabilities, 1, generator=self._generator)
             tokens[:, step] = drawn[:, 0]
             logprobs[:, step] = distribution.gather(1, drawn)[:, 0]
             ends = torch.isin(drawn[:, 0], eos) & ~is_finished
@@ -160,7 +170,7 @@ class Decoder:
                 record.steps.append(read)
 
         reasons = ["stop" if finished else "abort" if is_aborted else "length" for finished in is_finished.tolist()]
-        completions = _completions(tokens, logprobs, lengths, reasons, self._version)
+        completions = _completions(tokens, logprobs, support, lengths, reasons, self._version)
         if record is not None:
             sizes = [len(prompt) for prompt in prompts for _ in range(n)]
             completions = record.beside(completions, sizes, n)
@@ -200,17 +210,25 @@ class _Record:
 
 
 def _completions(
-    tokens: torch.Tensor, logprobs: torch.Tensor, lengths: torch.Tensor, reasons: Sequence[str], version: int
+    tokens: torch.Tensor,
+    logprobs: torch.Tensor,
+    support: torch.Tensor,
+    lengths: torch.Tensor,
+    reasons: Sequence[str],
+    version: int,
 ) -> list[Completion]:
-    """One of each row, without what was drawn after its end."""
+    """One of each row, without what was drawn after its end. Shapes: tokens, logprobs [rows, C], support [rows, C, W]
+    (W 0: nothing is restricted)."""
     all_tokens = tokens.cpu().numpy().astype(np.int32)
     all_logprobs = logprobs.cpu().numpy()
+    all_supports = support.cpu().numpy()
     return [
         Completion(
             tokens=all_tokens[row, :length].copy(),
             logprobs=all_logprobs[row, :length].copy(),
             finish_reason=reason,
             version_spans=(VersionSpan(version, 0, int(length)),),
+            support=_trimmed(all_supports[row, :length]) if all_supports.shape[2] else None,
         )
         for row, (length, reason) in enumerate(zip(lengths.tolist(), reasons, strict=True))
     ]
@@ -230,6 +248,30 @@ def distribution_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
         best = torch.full_like(logits, -torch.inf)
         return best.scatter_(1, logits.argmax(dim=-1, keepdim=True), 0.0)
     return torch.log_softmax(logits / temperature, dim=-1)
+
+
+def _trimmed(support: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[C, W] as wide as its widest row."""
+    return support[:, : max(1, int((support >= 0).sum(axis=1).max(initial=0)))].copy()
+
+
+def restricted(distribution: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distribution that min_p, top_k and top_p leave, in this order, which is vLLM's, and the tokens in it.
+
+    Of tokens that tie at the edge some are left, never more than `top_k`. The likeliest token always is.
+
+    Shapes: log-probabilities [rows, vocabulary] -> the same, -inf where nothing is left; [rows, W] int32, W at most
+    `top_k`, -1 behind a row's tokens.
+    """
+    values, ids = distribution.topk(min(sampling.top_k, distribution.shape[1]), dim=-1)  # the likeliest first
+    if sampling.min_p:
+        values = values.masked_fill(values < values[:, :1] + math.log(sampling.min_p), -torch.inf)
+    values = values.log_softmax(-1)
+    if sampling.top_p < 1:
+        mass = values.exp()
+        values = values.masked_fill(mass.cumsum(-1) - mass >= sampling.top_p, -torch.inf).log_softmax(-1)
+    out = torch.full_like(distribution, -torch.inf).scatter_(1, ids, values)
+    return out, torch.where(values > -torch.inf, ids, NO_TOKEN).int()
 
 
 def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -7,7 +7,9 @@ development endpoints (``VLLM_SERVER_DEV_MODE=1``) and rlbuffer's extension::
         --enable-scale-out --logprobs-mode processed_logprobs \\
         --worker-extension-cls rlbuffer.worker.samplers.vllm_extension.WeightsExtension
 
-A worker with a nucleus (``top_p`` below 1) needs ``--logprobs-mode raw_logprobs`` there.
+A worker with a nucleus alone (``top_p`` below 1, no ``top_k``) needs ``--logprobs-mode raw_logprobs`` there. One with
+``top_k`` needs ``--return-sampling-mask``: such a server tells the tokens that it leaves, and refuses requests without
+``top_k``.
 
 A load pauses the server, and a load without a pause kills vLLM's engine. So the pause belongs to the process that
 loads: it labels the server's weights with a note of itself instead of a version. Whoever brings the server up later
@@ -46,7 +48,16 @@ from rlbuffer.process.web_servers import is_own
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.weights.layout import is_adapter
 from rlbuffer.worker.faults import error_of_status
-from rlbuffer.worker.samplers.base import ADAPTER_NAME, Completion, Sampling, finish_reason, fitted, with_record
+from rlbuffer.worker.samplers.base import (
+    ADAPTER_NAME,
+    Completion,
+    Sampling,
+    finish_reason,
+    fitted,
+    of_an_engine,
+    support_told,
+    with_record,
+)
 
 CONNECT_SECONDS = 5.0
 """Longest that connecting may take."""
@@ -72,8 +83,6 @@ JSON = {"Content-Type": "application/json"}
 GENERATE = "/inference/v1/generate"
 NAME_ADAPTER = "/v1/load_lora_adapter"
 NEUTRAL = {
-    "top_k": 0,
-    "min_p": 0.0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -87,10 +96,13 @@ _LOADS: set[str] = set()
 
 def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
     """The sampling parameters of a request for one completion, with the logprob of each sampled token alone."""
+    sampling = of_an_engine(sampling)
     return {
         "n": 1,
         "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
         "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
         "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
         **NEUTRAL,
@@ -131,6 +143,7 @@ class Endpoint:
         url: ``http://host:port``.
         timeout_seconds: longest that one request may take.
         setting: the one that names it.
+        top_k: of what it is asked for.
         records_experts: completions say which experts took each token in; the server needs
             ``--enable-return-routed-experts``.
     """
@@ -141,10 +154,12 @@ class Endpoint:
         *,
         timeout_seconds: float,
         setting: str = "sampler_options.servers",
+        top_k: int = 0,
         records_experts: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._setting = setting
+        self._simplest = Sampling(max_new_tokens=1, top_k=top_k)
         self._records_experts = records_experts
         self.in_flight = 0
         """Rollouts that are being sampled there."""
@@ -195,9 +210,9 @@ class Endpoint:
 
     async def answers(self) -> None:
         """Asks for one token. Raises as :meth:`probe` does."""
-        one, token = Sampling(max_new_tokens=1), np.zeros(1, np.int32)
         try:
-            await self.sample(token, n=1, sampling=one, seconds=ENDPOINT_PROBE_SECONDS)
+            token = np.zeros(1, np.int32)
+            await self.sample(token, n=1, sampling=self._simplest, seconds=ENDPOINT_PROBE_SECONDS)
         except RequestFailed as error:  # what it makes of the simplest request, it makes of all
             raise ConfigError(str(error), setting=self._setting) from error
 
@@ -417,7 +432,8 @@ class Endpoint:
         """The completion, behind so many tokens of a prompt, that a choice of the generate endpoint holds.
 
         Raises:
-            RequestFailed: it lacks token ids, logprobs, versions, or experts that were asked for.
+            RequestFailed: it lacks token ids, logprobs, versions, the tokens that `top_k` left, or experts that were
+                asked for.
         """
         ids = choice.get("token_ids")
         if ids is None:
@@ -441,6 +457,7 @@ class Endpoint:
             logprobs=logprobs,
             finish_reason=finish_reason(choice.get("finish_reason"), tokens, sampling),
             version_spans=_spans(spans or ()),
+            support=support_told(choice.get("sampling_mask"), len(tokens), sampling),
         )
         if not self._records_experts:
             return completion

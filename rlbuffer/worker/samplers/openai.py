@@ -66,22 +66,23 @@ class OpenAISampler:
         least_temperature=LEAST_TEMPERATURE,
         nucleus_at_any_temperature=False,
         records_experts=True,
+        records_support=True,
     )
     Options = OpenAIOptions
 
     @classmethod
     def make(cls, settings: WorkerSettings, options: OpenAIOptions, *, seed: int) -> Self:
         given = {"timeout_seconds": settings.rollout_timeout_seconds} | options.model_dump(exclude_unset=True)
-        return cls(OpenAIOptions(**given), seed=seed, records_experts=settings.record_experts)
+        return cls(OpenAIOptions(**given), seed=seed, top_k=settings.top_k, records_experts=settings.record_experts)
 
-    def __init__(self, options: OpenAIOptions, *, seed: int = 0, records_experts: bool = False) -> None:
+    def __init__(self, options: OpenAIOptions, *, seed: int = 0, top_k: int = 0, records_experts: bool = False) -> None:
         from rlbuffer.worker.samplers.endpoint import Endpoint
 
         self._updates = options.updates_weights
         self._seeds = seeds_of(seed)
         self._records_experts = records_experts
         self._endpoints = [
-            Endpoint(url, timeout_seconds=options.timeout_seconds, records_experts=records_experts)
+            Endpoint(url, timeout_seconds=options.timeout_seconds, top_k=top_k, records_experts=records_experts)
             for url in options.servers
         ]
         self._opened: Opened | None = None

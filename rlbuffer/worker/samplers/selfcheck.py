@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rlbuffer.errors import WrongLogprobs
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.support import left_out
 from rlbuffer.weights.adapters import model_directory, state_of
 from rlbuffer.weights.files import open_weights, read_config
 from rlbuffer.weights.model import load_into
@@ -87,16 +88,24 @@ def widened(model: PreTrainedModel) -> Iterator[None]:
 
 
 def logprobs_of(
-    model: PreTrainedModel, prompt: NDArray[np.int32], tokens: NDArray[np.int32], sampling: Sampling
+    model: PreTrainedModel,
+    prompt: NDArray[np.int32],
+    tokens: NDArray[np.int32],
+    sampling: Sampling,
+    support: NDArray[np.int32] | None = None,
 ) -> NDArray[np.float32]:
-    """Logprobs [C] of `tokens` after `prompt` by one forward pass: over the whole vocabulary, at the temperature.
+    """Logprobs [C] of `tokens` after `prompt` by one forward pass, at the temperature: over the whole vocabulary, or
+    over the tokens that restricted sampling left.
 
-    Shapes: prompt [P], tokens [C].
+    Shapes: prompt [P], tokens [C], support [C, W].
     """
     ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
     with torch.inference_mode():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    logprobs = distribution_of(logits, sampling.temperature).gather(1, ids[0, len(prompt) :, None])[:, 0]
+    drawn = ids[0, len(prompt) :]
+    if support is not None:
+        logits = logits.masked_fill(torch.from_numpy(left_out(support, tokens, logits.shape[1])), -torch.inf)
+    logprobs = distribution_of(logits, sampling.temperature).gather(1, drawn[:, None])[:, 0]
     out: NDArray[np.float32] = logprobs.numpy()
     return out
 
@@ -153,7 +162,7 @@ def compared(policy: PolicyVersion, sample: Drawn) -> float:
         model = model_of(directory)
 
         def computed() -> NDArray[np.float32]:
-            return np.concatenate([logprobs_of(model, prompt, c.tokens, sampling) for c in completions])
+            return np.concatenate([logprobs_of(model, prompt, c.tokens, sampling, c.support) for c in completions])
 
         try:
             with widened(model):
@@ -177,7 +186,7 @@ def compared(policy: PolicyVersion, sample: Drawn) -> float:
         raise WrongLogprobs(
             f"the sampler's logprobs are not those of the published weights: a token has {told[at]:.4f}, a forward "
             f"pass gives {expected[at]:.4f} (tolerance {limit:g} for {dtype}). Is the server started with "
-            f"--logprobs-mode {logprobs_mode(sampling.top_p)}, and does it serve this model? "
+            f"--logprobs-mode {logprobs_mode(sampling.top_p, sampling.top_k)}, and does it serve this model? "
             '(worker.*.self_check = "never" leaves this check out)'
         )
     return worst

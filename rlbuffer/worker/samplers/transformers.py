@@ -129,6 +129,7 @@ class TransformersSampler(Batched):
         is_reproducible=True,
         records_experts=True,
         takes_batches=True,
+        records_support=True,
     )
     Options = Table
 

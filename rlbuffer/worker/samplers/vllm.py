@@ -36,8 +36,10 @@ from rlbuffer.worker.samplers.base import (
     finish_reason,
     fitted,
     logprobs_mode,
+    of_an_engine,
     opened,
     seeds_of,
+    support_told,
     tell_record,
     with_record,
 )
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
-OWN = ("model", "logprobs_mode", "worker_extension_cls", "skip_tokenizer_init")
+OWN = ("model", "logprobs_mode", "return_sampling_mask", "worker_extension_cls", "skip_tokenizer_init")
 """Engine arguments that the sampler sets itself."""
 SPECULATION = (
     "logprobs of speculated tokens were missing or wrong in several releases of vLLM (its issues 17876 and 34497), "
@@ -62,6 +64,8 @@ BENDING = {
     "`seed`, at the top of the settings, is of sampling too",
 }
 """Engine arguments that no worker has, and why: nothing after them could tell."""
+SAMPLING_REPLAY = "sampling distribution replay"
+"""Begins what vLLM 0.32 says where it cannot tell the tokens that it leaves, as on a CPU."""
 EXTENSION = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
 """Name of the extension: the engine's own processes import it."""
 LOAD_SECONDS = 600.0
@@ -97,7 +101,8 @@ class VllmSampler:
     Args:
         seed: of sampling. Each start of an engine gets one that is drawn from it: with the same one a restarted engine
             would draw again what it has drawn before.
-        top_p: of what is trained; it decides which logprobs the engine gives.
+        top_p, top_k: of what is trained; they decide which logprobs the engine gives, and whether it tells the tokens
+            that it leaves.
         records_experts: completions say which experts took each token in. vLLM does so on GPUs alone.
         options: engine arguments of vLLM by name.
     """
@@ -108,6 +113,7 @@ class VllmSampler:
         least_temperature=LEAST_TEMPERATURE,
         nucleus_at_any_temperature=False,
         records_experts=True,
+        records_support=True,
     )
     Options = VllmOptions
 
@@ -116,17 +122,28 @@ class VllmSampler:
         return cls(
             seed=seed,
             top_p=settings.top_p,
+            top_k=settings.top_k,
             options=options.model_extra or {},
             records_experts=settings.record_experts,
         )
 
-    def __init__(self, *, seed: int, top_p: float, options: Mapping[str, Any], records_experts: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        top_p: float,
+        top_k: int = 0,
+        options: Mapping[str, Any],
+        records_experts: bool = False,
+    ) -> None:
         self._options = {"enable_log_requests": False, "disable_log_stats": True, **options}
         self._records_experts = records_experts
         if records_experts:
             self._options["enable_return_routed_experts"] = True
+        if top_k:
+            self._options["return_sampling_mask"] = True
         self._seeds = seeds_of(seed)
-        self._logprobs_mode = logprobs_mode(top_p)
+        self._logprobs_mode = logprobs_mode(top_p, top_k)
         self._engine: AsyncLLM | None = None
         self._opened: Opened | None = None
         """The version that is served."""
@@ -162,10 +179,13 @@ class VllmSampler:
 
         engine = await self._alive()
         sampling = fitted(sampling, len(prompt), engine.model_config.max_model_len)
+        asked = of_an_engine(sampling)
         parameters = SamplingParams(
             n=n,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            min_p=asked.min_p,
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,  # the stop tokens are those that were asked for, not the model's own
@@ -256,6 +276,9 @@ class VllmSampler:
         except (RuntimeError, ValueError, OSError) as error:
             if engine is not None:
                 await self._drop(engine)
+            if SAMPLING_REPLAY in str(error):
+                cannot = f"vLLM cannot tell here which tokens top_k leaves: {error}"
+                raise ConfigError(cannot, setting="top_k") from error
             why = self._trouble = f"the vLLM engine does not start: {type(error).__name__}: {error}"
             if self._records_experts and isinstance(error, ValueError):  # its settings cannot work, here or at all
                 raise ConfigError(f"record_experts = true: {why}", setting="record_experts") from error
@@ -327,9 +350,11 @@ def _completion(choice: Any, sampling: Sampling) -> Completion:
     else:
         steps = zip(choice.logprobs or (), tokens.tolist(), strict=True)
         logprobs = np.array([step[token].logprob for step, token in steps], np.float32)
+    mask = getattr(choice, "sampling_mask", None)
     return Completion(
         tokens=tokens,
         logprobs=logprobs,
         finish_reason=finish_reason(choice.finish_reason, tokens, sampling),
         version_spans=tuple(VersionSpan(int(s.version), s.start, s.end) for s in choice.weight_versions or ()),
+        support=support_told(None if mask is None else mask.token_ids, len(tokens), sampling),
     )

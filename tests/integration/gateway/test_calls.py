@@ -182,6 +182,33 @@ def test_experts_of_a_model_that_has_none_are_not_recorded(redis_url: str, run_n
     assert refused.value.setting == "gateway.record_experts"
 
 
+@pytest.mark.parametrize("speaks", ["0.33.0", SGLANG])
+def test_the_tokens_that_sampling_left_are_in_the_rollout_and_one_of_too_many_is_not_trained(
+    redis_url: str, run_name: str, speaks: str
+) -> None:
+    engine = FakeEngine(speaks=speaks, tells=True, heeds=("temperature", "top_k"))
+    stage = Stage(redis_url, run_name, engine=engine, top_k=3, top_p=0.9)
+    try:
+        agent = stage.agent()
+        agent.ask("say a tree is a plant", tools=TOOLS)
+        agent.ask("say no more", tools=TOOLS)
+        agent.end()
+        (rollout,) = stage.rollouts()
+    finally:
+        stage.close()
+    support, place = rollout.columns["support"], 0
+    assert len(engine.samples) == 2
+    for sample in engine.samples:
+        start = len(sample.prompt)
+        for i, row in enumerate(FakeEngine.left(sample.tokens, 3), start):
+            is_kept = len(row) == 3
+            assert support[i].tolist() == (row if is_kept else [-2, -1, -1])
+            assert rollout.loss_mask[i] == is_kept
+        assert (support[place:start] == -1).all()
+        place = start + len(sample.tokens)
+    assert (support[:, 0] == -2).any()
+
+
 # -- the same request again ------------------------------------------------------------------------------------------
 def test_an_agent_that_hangs_up_is_answered_with_what_was_sampled_for_it(stage: Stage) -> None:
     agent = stage.agent()

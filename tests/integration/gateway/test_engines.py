@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -406,5 +407,58 @@ def test_an_engine_whose_logprobs_are_not_the_trainers_is_refused(
         for mode, heeds in HEEDING.items():
             engine.heeds = heeds
             assert asyncio.run(started(engine)) == (mode in right), mode
+    finally:
+        engine.stop()
+
+
+# -- what was left ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("speaks", ["0.33.0", "0.32.0", SGLANG])
+@pytest.mark.parametrize(
+    ("tells", "heeds", "right"),
+    [(True, ("temperature", "top_k"), True), (False, ("temperature", "top_k"), False), (True, ("temperature",), False)],
+)
+def test_under_top_k_an_engine_must_tell_what_it_left_and_give_logprobs_of_it(
+    speaks: str, tells: bool, heeds: tuple[str, ...], right: bool
+) -> None:
+    """SGLang's logprobs of its sampling always are."""
+    engine = FakeEngine(speaks=speaks, tells=tells, heeds=heeds).start()
+
+    async def answer() -> Answer:
+        fleet = Fleet([engine.url], timeout_seconds=20.0, temperature=0.7, top_p=0.9, top_k=3)
+
+        async def work(served: Engine, _: Template) -> Answer:
+            asked = asking("say hello")
+            rendering = await served.render(asked, opens=True)
+            few = replace(SAMPLING, top_k=3, top_p=0.9, min_p=0.05)
+            return sound(await served.generate(asked, rendering, rendering.tokens, few), served.url)
+
+        try:
+            await fleet.start()
+            return await fleet.ask("r", work)
+        finally:
+            await fleet.close()
+
+    try:
+        if not (right or (speaks == SGLANG and tells)):
+            with pytest.raises(ConfigError, match=r"which tokens top_k|of the tokens that were left"):
+                asyncio.run(answer())
+            return
+        found = asyncio.run(answer()).completion
+        (sample,) = engine.samples
+        asked_for = {name: sample.parameters[name] for name in ("top_k", "top_p", "min_p")}
+        assert asked_for == {"top_k": 3, "top_p": 0.9, "min_p": 0.05}
+        assert np.array_equal(found.logprobs, np.asarray(sample.logprobs, np.float32))
+        assert found.support is not None
+        rows = FakeEngine.left(sample.tokens, 3)
+        assert found.support.tolist() == [row if len(row) == 3 else [-2, -1, -1] for row in rows]
+    finally:
+        engine.stop()
+
+
+def test_a_server_that_tells_what_it_left_is_not_asked_for_all() -> None:
+    engine = FakeEngine(tells=True).start()
+    try:
+        with pytest.raises(ConfigError, match="requires top_k > 0"):
+            in_fleet([engine.url], lambda fleet: fleet.ask("r", None))  # type: ignore[arg-type]
     finally:
         engine.stop()

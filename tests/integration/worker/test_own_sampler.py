@@ -74,6 +74,7 @@ def test_a_sampler_that_does_not_say_the_truth_is_told_what_is_wrong(
         ({"sampler": OWN, "sampler_options": {"threads": "many"}}, "sampler_options.threads"),
         ({"sampler": OWN, "sampler_options": {"top_k": 3}}, "sampler_options.top_k"),
         ({"sampler": OWN, "top_p": 0.9}, "top_p"),
+        ({"sampler": OWN, "top_k": 5}, "top_k"),
     ],
 )
 def test_what_a_worker_cannot_have_of_a_sampler_is_refused_by_its_setting(settings: dict, setting: str) -> None:
@@ -95,4 +96,7 @@ def test_a_samplers_traits_decide_what_its_worker_may_ask_for(own: type, monkeyp
     monkeypatch.setattr(own, "traits", replace(own.traits, **less))
     found = [setting for setting, *_ in asked(is_deterministic=True)]
     assert sorted(found) == ["sampler", "sampler", "temperature", "top_p"]
+    assert "top_k" in [setting for setting, *_ in asked(top_k=5)]
+    monkeypatch.setattr(own, "traits", replace(own.traits, needs=(), least_temperature=0.0, records_support=True))
+    assert not list(asked(top_k=5)), "of the tokens that are left logprobs are at any temperature"
     assert not list(wrong_sampler("transformers", {}, temperature=0.3, top_p=0.9, is_deterministic=True))

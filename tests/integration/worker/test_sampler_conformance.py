@@ -24,6 +24,7 @@ def test_the_transformers_sampler(check: Check, tmp_path: Path) -> None:
         try:
             await sampler.load(published[0])
             samplings = [replace(PLAIN, temperature=t, top_p=p) for t in (1.0, 0.7) for p in (1.0, 0.9)]
+            samplings += [replace(PLAIN, temperature=t, top_k=5, top_p=0.9, min_p=0.05) for t in (1.0, 0.7)]
             await check(Stage(sampler, models, published, tmp_path, tuple(samplings)))
         finally:
             await sampler.close()
@@ -33,8 +34,8 @@ def test_the_transformers_sampler(check: Check, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [*SETTINGS.values(), {"temperature": 0.7, "top_p": 0.8}],
-    ids=[*SETTINGS, "temperature and top_p"],
+    [*SETTINGS.values(), {"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.7, "top_k": 5, "top_p": 0.8}],
+    ids=[*SETTINGS, "temperature and top_p", "top_k"],
 )
 def test_ratios_at_age_0_are_1_whatever_the_models_generation_config_says(
     changed: dict[str, Any], tmp_path: Path
