@@ -142,12 +142,12 @@ def _jam_first(world: World) -> None:
 
 
 def _drop_first(world: World, args: Sequence[bytes]) -> None:
-    """An operator drops what a recovery names."""
+    """An operator drops what a recovery names. Of a group of several pushes the next would be a duplicate of it."""
     entries, keys = 12 + 3 * int(args[11]), world.invariants.keys
     if not int(args[entries]) or world.dice.random() < 0.2:
         return
     pending = next((e for e in world.invariants.pool.values() if b"%d-%d" % e.entry_id == args[entries + 1]), None)
-    if pending is None:
+    if pending is None or sum(e.group == pending.group for e in world.invariants.pool.values()) > 1:
         return
     names = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
     drop = ["", keys.payload_prefix, 100, 1, pending.group, pending.env, "void", 1, "", 1, args[entries + 1]]

@@ -194,15 +194,18 @@ class ProducerStore(Member):
         """Makes the payloads of what is pending permanent, in a cluster, where the script does not reach them.
 
         The leader does it for a producer that dies before this. A payload that it took for a stray meanwhile, where
-        memory is short, is stored again, and the leader makes that one permanent.
+        memory is short, is stored again, and the leader makes that one permanent. A duplicate's payload was stored
+        again: where its entry is pending no more, it may be swept already, and this one would stay for ever.
         """
-        # Of a group of open rollouts a duplicate may be another gateway's push, whose payload is another one.
-        settled = ("OK",) if source.opened else ("OK", "DUP")
-        pending = [
-            (push, text(reply[0]))
-            for push, reply in zip(batch, replies, strict=False)
-            if not isinstance(reply, Exception) and text(reply[0]) in settled and reply[1]
-        ]
+
+        def is_pending(reply: Any) -> bool:
+            if isinstance(reply, Exception):
+                return False
+            # Of a group of open rollouts a duplicate may be another gateway's push, whose payload is another one.
+            return text(reply[0]) == "OK" or (text(reply[0]) == "DUP" and reply[2] == b"1" and not source.opened)
+
+        answers = zip(batch, replies, strict=False)
+        pending = [(push, text(reply[0])) for push, reply in answers if is_pending(reply)]
         self.paged(pending, lambda pipe, one: pipe.persist(one[0].name))
         fresh = [push for push, status in pending if status == "OK"]  # a duplicate's may have been swept for good
         there = self.paged(fresh, lambda pipe, push: pipe.exists(push.name))

@@ -20,7 +20,8 @@
 --       10 id of the entry whose place it takes, '' for none   11 payload key prefix
 --       12 how many open rollouts it is of, '0' for a worker's or scorer's
 -- Reply {'OK', entry id, step}   the run's last committed step
---       {'DUP', entry id}   sequence known already; the id is '' unless it was the producer's last
+--       {'DUP', entry id, pending}  sequence known already; the id is '' unless it was the producer's last, and then
+--                           `pending` is '1' while that entry is in the pool, else ''
 --       {'LATE'}            what it was to replace is not pending any more; where the server lost writes, another group
 --                           may have its id
 --       {'MISSING'}         its payload has expired, or the server lost it: phase 1 comes again
@@ -45,7 +46,9 @@ local last = tonumber(known[1] or '0') or 0  -- a worker may have written anythi
 local sequence = tonumber(number)
 if sequence <= last then
   if stored ~= '' then redis.call('UNLINK', stored) end
-  return {'DUP', sequence == last and known[2] or ''}
+  local id = sequence == last and known[2] or ''
+  local is_pending = id ~= '' and #redis.call('XRANGE', pool_key, id, id) > 0
+  return {'DUP', id, is_pending and '1' or ''}
 end
 if sequence > last + 1 then return {'GAP', string.format('%.0f', last)} end
 local ended_key, pushed_key, counts_key = unpack(KEYS, 6, 8)
