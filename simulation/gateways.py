@@ -181,6 +181,11 @@ class Gateway:
         heard(name, answer.number, int(answer.tokens[0]))
         self.store.heard(capability, request, answer.number, call_id=answer.id)
 
+    def freeze(self, capability: str) -> str:
+        """No call of it is recorded from now on."""
+        self.store.freeze(capability)
+        return ""
+
     def end(self, capability: str, end: End) -> str:
         """The end of an open rollout."""
         try:
@@ -256,6 +261,9 @@ class Agent:
                 histories.insert(0, f"{histories[0]} {request}" if histories else request)
         if dice.random() < ODD_AGENT:
             return  # it dies: nobody ends what it began
+        if dice.random() < ODD_AGENT:
+            self._ask(lambda gateway: gateway.freeze(capability))
+            self._call(capability, "behind it", histories, tries=1)
         end = End(reward=float(dice.randrange(2))) if dice.random() < 0.8 else End(failure=Failure("tool", "away"))
         for _ in range(20):
             if self._ask(lambda gateway: gateway.end(capability, end)) is not None:

@@ -232,6 +232,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _opened("call-of-any-sequence", "call", "if sequences > tonumber(most_sequences)", "if false"),
     _opened("call-after-the-end", "call", "if known[1] ~= 'open' then", "if false then"),
+    _opened("call-in-what-is-frozen", "call", "if known[10] then", "if false then"),
     _opened("call-of-anybody", "call", "if not known[1] or known[2] ~= capability then", "if not known[1] then"),
     _opened(
         "call-of-another-line",

@@ -164,6 +164,8 @@ class Opened:
             call_id, after_id, most_sequences = others
             if b"i:" + call_id in its:
                 return [b"SAME", its[b"i:" + call_id]]
+            if b"frozen" in its:
+                return [b"FROZEN"]
             newest = its.get(b"r:" + request)
             if newest is not None and newest != seen:
                 return [b"DUP", newest, rollout.call(newest)]
@@ -189,6 +191,8 @@ class Opened:
             its[b"oldest"] = b"%d" % min(int(oldest), int(its.get(b"oldest", oldest)))
             self._count(env, b"calls", 1)
             self._count(env, b"tokens", int(tokens))
+        elif action == b"freeze":
+            its[b"frozen"] = b"1"
         elif more[1] != b"0" and rollout.has(more[1], more[2]):
             its[b"a:" + more[0]] = b"%s %d %s" % (more[1], self._now(), more[3])
         its[b"heard"] = b"%d" % self._now()

@@ -18,13 +18,12 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from itertools import pairwise
-from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +32,6 @@ from rlbuffer.config.settings import GatewaySettings
 from rlbuffer.errors import (
     EpochChanged,
     NotFound,
-    OpenRolloutEnded,
-    OpenRolloutFull,
     OpenRolloutUnknown,
     PayloadError,
     RunGone,
@@ -47,32 +44,24 @@ from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.experts import kept_rows
 from rlbuffer.gateway.history import answers_in, beginnings, following, request_digest
 from rlbuffer.gateway.request import AgentRequest, Refused
+from rlbuffer.gateway.run_server import RETRY_SECONDS, RunServer, full_refusal
 from rlbuffer.gateway.splice import Template, spliced
-from rlbuffer.process.threads import KeptThreads
-from rlbuffer.records.failure import Failure
 from rlbuffer.records.rollout import MAX_SEQUENCES
 from rlbuffer.records.support import SUPPORT
 from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.open_rollouts import (
-    MOST_BYTES,
-    MOST_CALLS,
     Found,
     OpenCall,
     OpenRollout,
-    OpenState,
-    full_message,
 )
 from rlbuffer.worker.samplers.base import Sampling, fitted
 
-T = TypeVar("T")
 MOST_OPEN_CALLS = 1000
 """Calls that one gateway process has open; more are told to come again, or meet another process."""
 MOST_ROLLOUT_CALLS = 64
 """Calls that one open rollout has open in one process: so no agent takes the process from others."""
 RETOLD_SECONDS = 30.0
 """For so long after an answer was heard a retry gets it again: it may have been lost on its way."""
-CLOCK_SECONDS = 5.0
-"""For so long the difference between the server's clock and this one counts."""
 TOUCH_SECONDS = 30.0
 """Longest between two touches of an open rollout whose engine is at work; a third of its idle limit where that is
 shorter."""
@@ -81,16 +70,10 @@ LANDED_SECONDS = 10.0
 """Longer than the server is asked what it knows of a request: what was heard meanwhile it has not said."""
 REFUSAL_SECONDS = 60.0
 """For so long it is known that a request was told to come again."""
-POLICY_SECONDS = 0.5
-"""For so long the newest policy version counts."""
-CONFIG_SECONDS = 5.0
-"""For so long the run's `max_age` counts."""
 RECORD_SECONDS = 300.0
 """Longest that a sampled answer waits for a server that is away."""
 ANSWER_TRIES = 3
 """Times that an answer is begun anew where the server has lost what it goes on from."""
-RETRY_SECONDS = 2.0
-"""What an agent is told to wait."""
 LONGEST_ANSWER = 8192
 """Tokens of an answer where neither the agent, the settings nor the engine's context limit it."""
 _log = logging.getLogger(__name__)
@@ -144,16 +127,13 @@ class Answering:
 
     def __init__(self, store: GatewayStore, fleet: Fleet, settings: GatewaySettings) -> None:
         self._store, self._fleet, self._settings = store, fleet, settings
+        self._run = RunServer(store)
         self.tally = Tally()
         self._flights: dict[tuple[str, str], list[Flight]] = {}
         self._refusals: dict[tuple[str, str], list[tuple[float, int]]] = {}
         """Request -> monotonic time and count of its tries that were told to come again."""
         self._landed: deque[tuple[float, Flight]] = deque()
         """Monotonic time and call of those that were heard a moment ago."""
-        self._threads = KeptThreads("gateway-store")
-        self._clock: tuple[float, float] = (float("-inf"), 0.0)
-        self._policy: tuple[float, int] = (float("-inf"), -1)
-        self._max_age: tuple[float, int | None] = (float("-inf"), None)
 
     @property
     def open_calls(self) -> int:
@@ -232,13 +212,13 @@ class Answering:
         (capability, digest), call, tries = flight.key, flight.task.result(), flight.tries
         flight.is_heard = True
         with suppress(OpenRolloutUnknown, ServerUnreachable, ServerRefused, RunGone, EpochChanged):
-            await self._threads.do(
+            await self._run.threads.do(
                 lambda: self._store.heard(capability, digest, call.number, call_id=call.id, tries=tries)
             )
 
     async def check(self, capability: str) -> None:
         """Raises Refused where no open rollout that takes calls has the capability."""
-        await self._opened(lambda: self._store.look_up(capability))
+        await self._run.opened(lambda: self._store.look_up(capability))
 
     async def count_tokens(self, request: AgentRequest) -> int:
         """Tokens of a whole rendering. Raises Refused."""
@@ -259,7 +239,7 @@ class Answering:
 
     def close(self) -> None:
         """Ends what waits for more to do. Safe to repeat."""
-        self._threads.close()
+        self._run.close()
 
     # -- flights -------------------------------------------------------------------------------------------------------
     def _taken_over(self, key: tuple[str, str], tries: int) -> Flight | None:
@@ -349,12 +329,12 @@ class Answering:
         begun = time.monotonic()
         if await self._is_told_again(flight, found):
             flight.number = found.request_call  # from here on it is told here, and to no other that asks the same
-            known = await self._told(lambda: self._kept(found.rollout.name, [found.request_call]))
+            known = await self._run.told(lambda: self._kept(found.rollout.name, [found.request_call]))
             if known and known[0].details.get("request") == digest:
                 self.tally.again += 1
                 return known[0]
             flight.number = 0
-        await self._check(capability, found)
+        await self._run.check(found)
         at = chain.index(found.history) if found.history else 0
         engine_begun = time.monotonic()
         call = await self._sampled(capability, request, found, at)
@@ -384,7 +364,7 @@ class Answering:
         if not found.request_call or is_told():
             return False
         if found.is_heard:
-            age = await self._server_seconds() - found.heard_ms / 1000
+            age = await self._run.seconds() - found.heard_ms / 1000
             return found.heard_tries < flight.tries and age < RETOLD_SECONDS and not is_told()
         return True
 
@@ -392,38 +372,7 @@ class Answering:
         """What the server knows of a request. Raises Refused where its open rollout takes none."""
         capability, digest = key
         histories = [chain[j] for j in answers_in(request.messages)]
-        return await self._opened(lambda: self._store.look_up(capability, request=digest, histories=histories))
-
-    async def _opened(self, look_up: Callable[[], Found]) -> Found:
-        found = await self._told(look_up)
-        if found.rollout.state is not OpenState.OPEN:
-            raise ended_refusal(found.rollout.name)
-        return found
-
-    async def _check(self, capability: str, found: Found) -> None:
-        """Raises Refused where nothing may be sampled for an open rollout."""
-        rollout = found.rollout
-        if rollout.calls >= MOST_CALLS or rollout.bytes >= MOST_BYTES:
-            raise _full_refusal(rollout)
-        why = "the run has gone into another line of versions" if rollout.is_void else ""
-        if not why and rollout.oldest_version is not None:
-            age, most = await self._current() - rollout.oldest_version, await self._most_age()
-            if most is not None and age > most:
-                why = f"its oldest token is {age} policy versions old, and max_age is {most}"
-        if why:
-            await self._told(lambda: self._store.fail(rollout.name, Failure("stale", why)))
-            raise Refused(
-                f"open rollout {rollout.name} cannot be trained any more: {why}. Begin another one",
-                status=HTTPStatus.CONFLICT,
-                code="stale",
-            )
-        if not await self._told(self._store.may_sample):
-            raise Refused(
-                "the server's memory is nearly full, so nothing is sampled until steps retire: ask again",
-                status=HTTPStatus.SERVICE_UNAVAILABLE,
-                code="server_full",
-                retry_seconds=RETRY_SECONDS,
-            )
+        return await self._run.opened(lambda: self._store.look_up(capability, request=digest, histories=histories))
 
     async def _sampled(self, capability: str, request: AgentRequest, found: Found, at: int) -> OpenCall:
         """Asks an engine. What it sees begins with exactly what it saw and sampled before."""
@@ -454,7 +403,7 @@ class Answering:
             rendering = seen.get(True)
         if new is None or rendering is None:
             if found.rollout.sequences >= MAX_SEQUENCES:
-                raise _full_refusal(found.rollout)
+                raise full_refusal(found.rollout)
             rendering = await engine.render(request, opens=True)
             kept, new = [], rendering.tokens
         prompt = np.concatenate([*(part for call in kept for part in (call.prompt, call.tokens)), new])
@@ -524,7 +473,7 @@ class Answering:
             links = all(call.after_id == before.id for before, call in pairwise(calls))
             return calls if len(calls) == len(path) + 1 and links else []
 
-        return await self._told(read)
+        return await self._run.told(read)
 
     def _kept(self, name: str, numbers: list[int]) -> list[OpenCall]:
         """These calls as the server has them; none where one is damaged. In a thread."""
@@ -548,7 +497,7 @@ class Answering:
         record = partial(self._store.record, capability, call, request=digest, history=history, line=found.line)
         while True:
             try:
-                recorded = await self._told(partial(record, seen=seen), until=deadline)
+                recorded = await self._run.told(partial(record, seen=seen), until=deadline)
             except EpochChanged as error:
                 raise Refused(
                     f"open rollout {found.rollout.name} cannot be trained any more: the run has gone into another line "
@@ -566,81 +515,12 @@ class Answering:
         idle = (rollout.deadline_ms - rollout.heard_ms) / 1000
         pause = min(TOUCH_SECONDS, max(idle, 0.0) / 3)
         with suppress(Refused):  # the server is away: then the first touch comes at once
-            left = rollout.deadline_ms / 1000 - await self._server_seconds()
+            left = rollout.deadline_ms / 1000 - await self._run.seconds()
             await asyncio.sleep(min(pause, max(0.0, left - 2 * pause)))
         while True:
             with suppress(OpenRolloutUnknown, ServerUnreachable, ServerRefused, RunGone, EpochChanged):
-                await self._threads.do(lambda: self._store.touch(capability))
+                await self._run.threads.do(lambda: self._store.touch(capability))
             await asyncio.sleep(max(pause, SHORTEST_TOUCH_SECONDS))
-
-    # -- the server ----------------------------------------------------------------------------------------------------
-    async def _told(self, ask: Callable[[], T], *, until: float = 0.0) -> T:
-        """The server's answer, in a thread of its own: no call waits for another one's.
-
-        Args:
-            until: monotonic; asked again until then while the server is away.
-
-        Raises:
-            Refused.
-            EpochChanged, NotFound: of what is recorded.
-        """
-        while True:
-            try:
-                return await self._threads.do(ask)
-            except (ServerUnreachable, ServerRefused) as error:
-                if time.monotonic() < until:
-                    await asyncio.sleep(RETRY_SECONDS)
-                    continue
-                raise Refused(
-                    f"the run's server does not answer ({type(error).__name__}): ask again",
-                    status=HTTPStatus.SERVICE_UNAVAILABLE,
-                    code="server_away",
-                    retry_seconds=RETRY_SECONDS,
-                ) from error
-            except OpenRolloutUnknown as error:
-                raise unknown_refusal() from error
-            except OpenRolloutEnded as error:
-                raise Refused(
-                    "this open rollout has ended: it takes no calls any more",
-                    status=HTTPStatus.CONFLICT,
-                    code="rollout_ended",
-                ) from error
-            except OpenRolloutFull as error:
-                raise Refused(f"{error}. End it", status=HTTPStatus.CONFLICT, code="rollout_full") from error
-            except EpochChanged:
-                raise
-            except (RunGone, PayloadError) as error:
-                raise Refused(
-                    f"what the server has of this open rollout cannot be used ({type(error).__name__}): begin another",
-                    status=HTTPStatus.CONFLICT,
-                    code="rollout_lost",
-                ) from error
-
-    async def _server_seconds(self) -> float:
-        """The server's clock, seconds. Raises Refused."""
-        at, ahead = self._clock
-        if time.monotonic() - at > CLOCK_SECONDS:
-            now = await self._told(self._store.now)
-            ahead = now - time.monotonic()
-            self._clock = time.monotonic(), ahead
-        return time.monotonic() + ahead
-
-    async def _current(self) -> int:
-        """The newest policy version."""
-        at, version = self._policy
-        if time.monotonic() - at > POLICY_SECONDS:
-            version = (await self._told(self._store.policy)).version
-            self._policy = time.monotonic(), version
-        return version
-
-    async def _most_age(self) -> int | None:
-        """`max_age` of the run; None while no batcher has served it."""
-        at, most = self._max_age
-        if time.monotonic() - at > CONFIG_SECONDS:
-            config: dict[str, Any] = dict((await self._told(self._store.meta)).config or {})
-            most = config.get("max_age")
-            self._max_age = time.monotonic(), most
-        return most
 
 
 def told_of(call: OpenCall) -> Told:
@@ -655,26 +535,4 @@ def told_of(call: OpenCall) -> Told:
         answer_tokens=len(call.tokens),
         created=int(details["created"]),
         model=str(details["model"]) or "policy",
-    )
-
-
-def _full_refusal(rollout: OpenRollout) -> Refused:
-    """An open rollout has as much as one may have."""
-    told = full_message(rollout.name, rollout.calls, rollout.bytes, rollout.sequences)
-    return Refused(f"{told}. End it", status=HTTPStatus.CONFLICT, code="rollout_full")
-
-
-def unknown_refusal() -> Refused:
-    """No open rollout has the capability that a request brings."""
-    return Refused(
-        "no open rollout has this address or key: it was never begun, was pushed a while ago, or is of another run",
-        status=HTTPStatus.NOT_FOUND,
-        code="rollout_unknown",
-    )
-
-
-def ended_refusal(name: str) -> Refused:
-    """An open rollout has ended."""
-    return Refused(
-        f"open rollout {name} has ended: it takes no calls any more", status=HTTPStatus.CONFLICT, code="rollout_ended"
     )

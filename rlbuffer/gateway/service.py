@@ -42,7 +42,7 @@ from rlbuffer.errors import (
     ServerUnreachable,
     TicketGone,
 )
-from rlbuffer.gateway.answering import RETRY_SECONDS, Answering, ended_refusal, told_of, unknown_refusal
+from rlbuffer.gateway.answering import Answering, told_of
 from rlbuffer.gateway.dialects.base import Dialect, openai_error
 from rlbuffer.gateway.dialects.chat import CHAT
 from rlbuffer.gateway.dialects.messages import MESSAGES
@@ -54,6 +54,7 @@ from rlbuffer.gateway.opening import Opening
 from rlbuffer.gateway.pulse import Pulse
 from rlbuffer.gateway.request import AgentRequest, Refused, loaded, mapping, required, text, whole_text
 from rlbuffer.gateway.rollouts import checked_about
+from rlbuffer.gateway.run_server import RETRY_SECONDS, ended_refusal, unknown_refusal
 from rlbuffer.gateway.sweeping import Sweeper
 from rlbuffer.gateway.tokens import TOKEN_FILE, is_authorized, token_for
 from rlbuffer.process.logs import fields

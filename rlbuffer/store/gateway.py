@@ -200,7 +200,8 @@ class GatewayStore(WorkerStore):
         anything was sampled.
 
         Raises:
-            OpenRolloutUnknown, OpenRolloutEnded.
+            OpenRolloutUnknown.
+            OpenRolloutEnded: it has ended, or is frozen.
             OpenRolloutFull: it has :data:`~rlbuffer.store.open_rollouts.MOST_CALLS` calls or
                 :data:`~rlbuffer.store.open_rollouts.MOST_BYTES` bytes; or the call begins a sequence, and it has
                 :data:`~rlbuffer.records.rollout.MAX_SEQUENCES` of them.
@@ -220,6 +221,10 @@ class GatewayStore(WorkerStore):
                 return Recorded(number=int(reply[1]), is_new=False, call=OpenCall.decoded(data, int(reply[1])))
             case "DUP":
                 return Recorded(number=int(reply[1]), is_new=False, call=OpenCall.decoded(reply[2], int(reply[1])))
+            case "FROZEN":
+                raise OpenRolloutEnded(
+                    f"open rollout {name_of(capability)} is frozen: it takes no calls any more, and waits for its end"
+                )
             case "FULL":
                 raise OpenRolloutFull(full_message(name_of(capability), *(int(part) for part in reply[1:])))
             case "MISSING":
@@ -242,6 +247,15 @@ class GatewayStore(WorkerStore):
     def touch(self, capability: str) -> None:
         """Something is at work for an open rollout: its deadline is as far away as after a call."""
         self._touch(capability)
+
+    def freeze(self, capability: str) -> None:
+        """No call is recorded in an open rollout from now on; its end is still to come. Safe to repeat.
+
+        Raises:
+            OpenRolloutUnknown.
+            OpenRolloutEnded: it takes none anyway.
+        """
+        self._call("freeze", capability, ())
 
     def _touch(self, capability: str, request: str = "", call: int = 0, call_id: str = "", tries: int = 0) -> None:
         try:

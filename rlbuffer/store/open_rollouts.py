@@ -48,7 +48,7 @@ CALLS_PER_READ = 64
 _CAPABILITY = re.compile(r"(?P<group>[A-Za-z0-9_.:-]{3,128})\.(?P<index>[0-9]{1,3})\.(?P<secret>[A-Za-z0-9_-]{43})\Z")
 _KEPT = ("state", "capability", "epoch", "begun", "heard", "calls", "sequences", "bytes", "tokens", "oldest", "end")
 """Fields of an open rollout that stay when it is pushed."""
-_SMALL = (*_KEPT, "dropped")
+_SMALL = (*_KEPT, "dropped", "frozen")
 """Fields of an open rollout that are read with it."""
 
 
@@ -184,6 +184,8 @@ class OpenRollout:
     """How it ended; None while it is open, and where that cannot be read."""
     dropped: str = ""
     """Why its calls are gone: the server was full; "" where they are there."""
+    is_frozen: bool = False
+    """It takes no calls any more, and has not ended yet."""
     is_void: bool
     """The run has gone into another line of versions since it was begun: what it sampled cannot be trained."""
 
@@ -507,6 +509,7 @@ def rollout_of(name: str, fields: Sequence[bytes | None], deadline: Any, line: i
         deadline_ms=0 if deadline is None else int(deadline),
         end=end_of(known.get("end")),
         dropped=text(known.get("dropped") or b""),
+        is_frozen=known.get("frozen") is not None and state is OpenState.OPEN,
         is_void=whole("epoch") < line,
     )
 

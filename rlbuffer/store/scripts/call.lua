@@ -15,20 +15,22 @@
 --               19 most sequences
 --               -> {'OK', number}            numbers begin with 1
 --                  {'SAME', number}          it is there already
+--                  {'FROZEN'}                the rollout is frozen
 --                  {'DUP', number, call}     another is the newest one of this request: this
 --                  {'FULL', calls, bytes, sequences}  the rollout has as much already
 --                  {'MISSING', number}       the call that it goes on from is not there
 --                  {'LINE', epoch, line}     the run is in another line of versions, or the rollout was begun in another
 --       touch   7 request, and 8 number of the call that its agent has heard ('0': none)   9 id of that call; '' where
 --               its number alone is known   10 earlier tries of the request that it was told to   -> {'OK'}
--- Reply of both: {'UNKNOWN'}      there is no such rollout, or it has another capability
---                {'ENDED', end}   it has ended, so
---                {'GONE'}         the run does not exist
+--       freeze  no call is recorded from now on, and the end is still to come   -> {'OK'}
+-- Reply of all: {'UNKNOWN'}      there is no such rollout, or it has another capability
+--               {'ENDED', end}   it has ended, so
+--               {'GONE'}         the run does not exist
 local meta_key, open_key, rollout_key, tickets_key, counts_key = unpack(KEYS, 1, 5)
 local action, name, capability, env, ticket, grace = unpack(ARGV, 1, 6)
 if redis.call('HEXISTS', meta_key, 'schema') == 0 then return {'GONE'} end
 local known = redis.call('HMGET', rollout_key, 'state', 'capability', 'end', 'epoch', 'idle', 'calls', 'bytes', 'oldest',
-  'sequences')
+  'sequences', 'frozen')
 if not known[1] or known[2] ~= capability then return {'UNKNOWN'} end
 if known[1] ~= 'open' then return {'ENDED', known[3] or ''} end
 local time = redis.call('TIME')
@@ -46,6 +48,7 @@ if action == 'record' then
     most_sequences = unpack(ARGV, 7, 19)
   local known_as = redis.call('HGET', rollout_key, 'i:' .. id)
   if known_as then return {'SAME', known_as} end
+  if known[10] then return {'FROZEN'} end
   local newest = redis.call('HGET', rollout_key, 'r:' .. request)
   if newest and newest ~= seen then return {'DUP', newest, redis.call('HGET', rollout_key, 'c:' .. newest) or ''} end
   local meta = redis.call('HMGET', meta_key, 'epoch', 'line', 'since')
@@ -67,6 +70,8 @@ if action == 'record' then
   redis.call('HINCRBY', rollout_key, 'tokens', tokens)
   redis.pcall('HINCRBY', counts_key, env .. ':calls', 1)
   redis.pcall('HINCRBY', counts_key, env .. ':tokens', tokens)
+elseif action == 'freeze' then
+  redis.call('HSET', rollout_key, 'frozen', '1')
 elseif ARGV[8] ~= '0' and is_there(ARGV[8], ARGV[9]) then
   redis.call('HSET', rollout_key, 'a:' .. ARGV[7], ARGV[8] .. ' ' .. string.format('%.0f', now) .. ' ' .. ARGV[10])
 end

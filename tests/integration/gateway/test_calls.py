@@ -23,7 +23,7 @@ from gateway_stage import TOOLS, Stage, engine_samples, trained_samples
 from own_server import OwnServer
 
 from rlbuffer.errors import ConfigError, ServerUnreachable
-from rlbuffer.gateway import answering, service, sweeping
+from rlbuffer.gateway import answering, run_server, service, sweeping
 from rlbuffer.gateway.opening import Opening
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.spans import VersionSpan
@@ -363,7 +363,7 @@ def test_two_agents_that_ask_the_same_at_once_are_two_calls(stage: Stage, gatewa
 def test_a_sample_whose_reply_is_lost_while_another_agent_asks_the_same_is_trained_once(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answering, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(run_server, "RETRY_SECONDS", 0.5)
     store, agent = stage.first.buffer.store.role(GatewayStore), stage.agent()
     first, record = list[str](), store.record
 
@@ -1116,7 +1116,7 @@ def test_a_request_that_is_too_large_is_refused_in_the_form_of_its_dialect(
 
 
 def test_a_rollout_may_have_so_many_calls_and_no_more(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answering, "MOST_CALLS", 2)
+    monkeypatch.setattr(run_server, "MOST_CALLS", 2)
     agent = stage.agent()
     agent.ask("say one")
     agent.ask("say two")

@@ -326,6 +326,34 @@ def test_a_call_after_the_end_is_refused_and_hears_the_end(run):
     assert run.store.verify().ok
 
 
+def test_what_is_frozen_takes_no_call_and_waits_for_its_end(run):
+    begun = begin(run, size=1)
+    capability, (name,) = begun.capabilities[0], begun.names
+    first = call(7, 8)
+    record(run.store, capability, first, "r1")
+    heard = run.store.look_up(capability).rollout.heard_ms
+    run.store.freeze(capability)
+    run.again().freeze(capability)
+    found = run.store.look_up(capability).rollout
+    assert (found.state, found.is_frozen, found.calls) == (OpenState.OPEN, True, 1)
+    assert found.heard_ms >= heard
+    with pytest.raises(OpenRolloutEnded, match=f"open rollout {name} is frozen"):
+        record(run.again(), capability, call(9), "r2")
+    again = record(run.store, capability, first, "r1")  # its reply was lost: it is there
+    assert (again.is_new, again.number) == (False, 1)
+    run.store.touch(capability)
+    assert len(run.store.read_calls(name)) == 1
+    assert run.store.end(capability, End(reward=1.0)) == "ended"
+    assert not run.store.look_up(capability).rollout.is_frozen
+    with pytest.raises(OpenRolloutEnded):
+        run.store.freeze(capability)
+    with pytest.raises(OpenRolloutUnknown):
+        run.store.freeze(f"{capability[:-1]}{'B' if capability[-1] == 'A' else 'A'}")
+    (waiting,) = run.store.waiting()
+    assert str(run.store.push_rollouts(waiting, group_of(waiting))[0]) == "stored"
+    assert run.store.verify().ok
+
+
 def test_what_is_silent_until_its_deadline_ends_as_abandoned_and_nothing_else(run):
     begun = begin(run)
     assert run.store.end_abandoned() == []
