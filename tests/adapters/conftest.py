@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 NEEDS = {
     "test_local_engine": "aiohttp",
     "test_miles_door": "miles",
+    "test_nemo_gym": "nemo_gym",
     "test_reasoning_env": "reasoning_gym",
     "test_trl_door": "trl",
     "test_verifiers_env": "verifiers",
@@ -23,8 +24,11 @@ NEEDS = {
     "test_verifiers_worker": "verifiers",
 }
 
-SOURCES = {"miles": "the sources of radixark/miles at 31f1ca9, beside ray, pybase64 and blobfile,"}
-"""What no package index has."""
+SOURCES = {
+    "miles": "the sources of radixark/miles at 31f1ca9, beside ray, pybase64 and blobfile,",
+    "nemo_gym": "the sources of NVIDIA-NeMo/Gym at 07d6b0d with their tests, beside Python 3.13 and what Gym needs,",
+}
+"""What no package index has for these environments."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
