@@ -42,7 +42,7 @@ def standing(rollout: OpenRollout) -> Text:
         return Text("ended" if reward is None else signs(f"ended, reward {reward:.3f}"), "ready")
     if rollout.is_void:
         return Text("✕ of a line of versions that has ended", "dropped")
-    return Text("◌ open", "forming")
+    return Text("◌ frozen" if rollout.is_frozen else "◌ open", "forming")
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from rlbuffer.records.waiting import Cause
 from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.prometheus import RunCollector
 from rlbuffer.state.run_state import RunState
+from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.testing import make_group
 from rlbuffer_cli.dashboard import Dashboard
@@ -201,6 +202,7 @@ def page(stage: Stage, name: str, folder: Path | None = None, **query: str) -> s
 def test_open_rollouts_are_a_table_of_every_screen(stage: Stage, agent: Agent, call: Call) -> None:
     opened = stage.begin(2)["open_rollouts"]
     httpx.post(opened[0]["end_url"], json={"failure": "lost"}, timeout=60)
+    stage.buffer.store.role(GatewayStore).freeze(opened[1]["api_key"])
     names = [*(one["name"] for one in opened), agent.name]
     records = {record["name"]: record for record in map(json.loads, call("inspect", "open", "--json")[1].splitlines())}
     assert list(records) == names
@@ -208,7 +210,7 @@ def test_open_rollouts_are_a_table_of_every_screen(stage: Stage, agent: Agent, c
     assert records[agent.name]["tokens"] == sum(len(sample.tokens) for sample in stage.engine.samples)
     printed = call("inspect", "open")[1]
     web = page(stage, "open")
-    rows = [rf"{names[0]} +✕ failed: failed +0 ", rf"{names[1]} +◌ open +0 ", rf"{names[2]} +◌ open +3 "]
+    rows = [rf"{names[0]} +✕ failed: failed +0 ", rf"{names[1]} +◌ frozen +0 ", rf"{names[2]} +◌ open +3 "]
     for screen in (printed, web):
         assert [row for row in rows if not re.search(row, screen)] == []
     assert page(stage, "open", where=agent.name).count("◌ open") == 1
