@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 NEEDS = {
     "test_local_engine": "aiohttp",
     "test_miles_door": "miles",
-    "test_nemo_gym": "nemo_gym",
+    "test_nemo_gym_capture": "nemo_gym",
     "test_reasoning_env": "reasoning_gym",
     "test_trl_door": "trl",
     "test_verifiers_env": "verifiers",
