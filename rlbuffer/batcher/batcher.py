@@ -388,7 +388,7 @@ class Batcher:
         if not self._config.is_stream:
             progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
         paced = known.pace.after(known.published.get("", -1), len(groups)) if self._config.is_stream else known.pace
-        flat = sum(not self.teaching.of(group) for group in groups)
+        flat = 0 if self.teaching.is_trainers else sum(not self.teaching.of(group) for group in groups)
         plan = step_plan.step_plan(
             step, closed.laid_out, advantages, closed.plan, closed.closed_by, self._config, progress, flat
         )

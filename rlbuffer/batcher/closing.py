@@ -80,7 +80,9 @@ def close_as_it_is(
 
 def useless(closed: Closed, teaching: Teaching) -> list[tuple[Group, Rejected]]:
     """The groups that go before a step is made of others: all, where no token of the step is trained, because it would
-    divide by 0; the fresh ones of the last step, where it teaches nothing."""
+    divide by 0; the fresh ones of the last step, where it teaches nothing. None of a stream."""
+    if teaching.is_trainers:
+        return []
     if not any(map(teaching.trains, closed.groups)):
         return [(group, Rejected(Reason.FLAT, UNTRAINED)) for group in closed.groups]
     if closed.closed_by is not ClosedBy.END or not waits_to_learn(closed, teaching):
@@ -92,6 +94,8 @@ def useless(closed: Closed, teaching: Teaching) -> list[tuple[Group, Rejected]]:
 def waits_to_learn(closed: Closed, teaching: Teaching) -> bool:
     """True of a step that would only move the learning rate. One that is full may be flat: that is the setting's to
     say."""
+    if teaching.is_trainers:
+        return False
     return closed.closed_by in (ClosedBy.TIMEOUT, ClosedBy.END) and not any(map(teaching.of, closed.groups))
 
 

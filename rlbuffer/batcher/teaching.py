@@ -61,6 +61,12 @@ class Teaching:
         self.estimators = estimators or {}
         self._config, self._needs_advantage = config, needs_advantage
 
+    @property
+    def is_trainers(self) -> bool:
+        """True of a stream: its trainer judges for itself what a group teaches, and is given all but what settings keep
+        back."""
+        return self._config.is_stream
+
     def of(self, group: Group) -> bool:
         """True when a ready group teaches anything."""
         return not self.flatness(group)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
+import numpy as np
 import pytest
 from daemon_runs import Served
 from store_runs import Run
@@ -115,6 +116,25 @@ def test_a_trainer_that_resumes_is_given_the_same_groups_and_its_part_again(serv
     assert again.state["unused"] == [first[2].rollouts[1].rollout_id]
     again.trained(5)
     assert account(run) == (2 if run.store.meta().step == 6 else 0, 8, 2)
+    clean(run)
+
+
+def test_a_trainer_is_given_groups_that_teach_nothing_by_the_runs_own_rule(served: Served) -> None:
+    run = served.run
+    served.serve(STREAM)
+    stream = streamed(run)
+    writer = opened(run).writer("w")
+    untrained = make_group(env="a", group_id="a.0", rewards=[0.0, 1.0])
+    rollouts = [replace(its, loss_mask=np.zeros_like(its.loss_mask)) for its in untrained.rollouts]
+    writer.push(replace(untrained, rollouts=tuple(rollouts)))
+    writer.push(make_group(env="a", group_id="a.1", rewards=[1.0, 1.0]))
+    writer.done("a")  # nothing more comes
+    got = []
+    for its in stream:
+        got.append(its.group_id)
+        stream.trained(its)
+    assert sorted(got) == ["a.0", "a.1"]
+    assert account(run) == (0, 4, 0)
     clean(run)
 
 
