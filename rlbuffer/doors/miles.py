@@ -24,18 +24,19 @@ import queue
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.stream import Stream, Taken
+from rlbuffer.doors.drops import Drops
+from rlbuffer.doors.labels import Labels
 from rlbuffer.doors.values import as_bytes, of_bytes
 from rlbuffer.errors import PayloadError, RlbufferError
 from rlbuffer.records.rollout import MIN_LOGPROB, Rollout, TokenSequence
 from rlbuffer.records.spans import VersionSpan
-from rlbuffer.store.history import Dropped
 
 ENV = "miles"
 RUN_VARIABLE = "RLBUFFER_RUN"
@@ -182,26 +183,16 @@ class Line:
         self._stream = buffer.stream(timeout_seconds=WAIT_SECONDS)
         place = start * batch
         self._stream.resume({**Stream.BEGINNING, "reader": {**Stream.BEGINNING["reader"], "step": place}})
-        self._store = buffer.store
-        self._labels: dict[int, int] = {}
-        """miles' weight version -> the run's."""
-        self._newest = self._stream.version("start")
-        self._lock = threading.Lock()
+        self._labels = Labels(self._stream, "start")
         self._ready: queue.Queue[Taken] = queue.Queue(QUEUED_GROUPS)
         self._error: BaseException | None = None
         self._given: list[int] = []
         """Place of the last group of each train call that was given whole or in part."""
         self._count = 0
-        self._seen = self._newest_record()
+        self._drops = Drops(buffer.store, ENV)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._pull, name="rlbuffer-groups", daemon=True)
         self._thread.start()
-
-    def _newest_record(self) -> str:
-        place = "0-0"
-        while records := self._store.read_history(place).records:
-            place = records[-1][0]
-        return place
 
     def _pull(self) -> None:
         try:
@@ -220,22 +211,14 @@ class Line:
         self._thread.join()
         self._buffer.close()
 
-    def version(self, label: int) -> int:
-        """The run's version for miles' own; the first to name one announces it. One that is older than those that are
-        known is the oldest of them."""
-        with self._lock:
-            if label not in self._labels and label > max(self._labels, default=-1):
-                self._labels[label] = self._newest = self._stream.version(label)
-            return self._labels.get(label, min(self._labels.values(), default=self._newest))
+    def version(self, label: int | None) -> int:
+        """The run's version for miles' own."""
+        return self._labels.version(label)
 
     def push(self, group: Sequence[Any], reward_key: str | None, oldest: int | None, prompt_id: str) -> str:
         """-> the group's id."""
-        version = self._newest if oldest is None else self.version(oldest)
+        version = self.version(oldest)
         rollouts = [rollout_of(item, reward_key, version) for item in group]
-        if not any(its.loss_mask.any() for rollout in rollouts for its in rollout.sequences):
-            # miles trains such a group to nothing, and the run would drop it: one token stands for a trained one.
-            mask = np.arange(len(rollouts[0].tokens)) == len(rollouts[0].tokens) - 1
-            rollouts[0] = replace(rollouts[0], loss_mask=mask)
         (ticket,) = self._writer.take(ENV, hold=1)
         self._writer.push(ticket, rollouts, prompt_id=prompt_id, planned_size=len(rollouts))
         return ticket.group_id
@@ -272,13 +255,7 @@ class Line:
 
     def dropped(self) -> dict[str, int]:
         """Group -> rollouts of it that the batcher has dropped since the last call."""
-        found: dict[str, int] = {}
-        for entry_id, record in self._store.read_history(self._seen).records:
-            self._seen = entry_id
-            if record.get("event") == Dropped.event and record.get("env") == ENV:
-                group_id = str(record.get("group_id"))
-                found[group_id] = found.get(group_id, 0) + int(record.get("rollouts", 0))
-        return found
+        return self._drops.new()
 
 
 @functools.cache

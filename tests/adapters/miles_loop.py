@@ -1,9 +1,9 @@
 """A process in the shape of miles' fully async training: its buffer's producer and its train calls, without engines and
 without a model. Started again, it goes on from its newest checkpoint.
 
-``python miles_loop.py RUN URL`` starts a process for each line ``CALLS [stock]`` of its input, and says its pid: to
-import miles takes ten seconds. What is pushed and trained is written down as lines of JSON in the
-folder MILES_FOLDER, for the test alone. ``stock``: miles' own buffer.
+``python miles_loop.py RUN URL FOLDER`` starts a process for each line ``CALLS [stock]`` of its input, and says its
+pid: to import miles takes ten seconds. What is pushed and trained is written down as lines of JSON in FOLDER, for the
+test alone. ``stock``: miles' own buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from miles.utils.types import AdapterRef, Sample
 
 import rlbuffer
 
-FOLDER = Path(os.environ.get("MILES_FOLDER", "."))
 BATCH, SIZE, SAVE_EVERY = 3, 2, 2
 TRAIN_SECONDS, SAMPLE_SECONDS = 0.03, 0.005
 
@@ -85,18 +84,19 @@ def digest(group: list[Any]) -> str:
 
 
 def note(kind: str, **values: Any) -> None:
-    with (FOLDER / f"{kind}.jsonl").open("a") as file:
+    with (Path(sys.argv[3]) / f"{kind}.jsonl").open("a") as file:
         file.write(json.dumps({"pid": os.getpid(), **values}) + "\n")
 
 
 def checkpoint() -> dict[str, int]:
-    file = FOLDER / "checkpoint.json"
+    file = Path(sys.argv[3]) / "checkpoint.json"
     return json.loads(file.read_text()) if file.exists() else {"calls": 0, "prompt": 0}
 
 
 def save(**values: int) -> None:
-    (FOLDER / "checkpoint.tmp").write_text(json.dumps(values))
-    (FOLDER / "checkpoint.tmp").replace(FOLDER / "checkpoint.json")
+    folder = Path(sys.argv[3])
+    (folder / "checkpoint.tmp").write_text(json.dumps(values))
+    (folder / "checkpoint.tmp").replace(folder / "checkpoint.json")
 
 
 async def main(run: str, url: str, calls: int, is_stock: bool) -> None:

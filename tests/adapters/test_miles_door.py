@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from door_loops import Loops
 from homes import Home, a_home
 
 from rlbuffer.doors import miles as door
@@ -29,48 +26,13 @@ if TYPE_CHECKING or find_spec("miles"):
     from miles.utils.types import Sample
     from miles_loop import BATCH, digest, made
 
-HERE, RUN = Path(__file__).parent, "miles"
+RUN = "miles"
 KILLS = int(os.environ.get("RLBUFFER_MILES_KILLS", "20"))
 SETTINGS = '[server]\nappendfsync = "no"\n\n[batcher]\nfeeds = "stream"\nmax_age = 1000\n'
 
 
-class Loops:
-    """A batcher, and a process of miles' shape that may be killed."""
-
-    def __init__(self, home: Home, settings: str = SETTINGS) -> None:
-        self.home = home
-        home.environment |= {"MILES_FOLDER": str(home.path), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        file = home.path / "miles.toml"
-        file.write_text(f'run = "{RUN}"\n\n{settings}')
-        home.start("serve", "--config", file, "--display", "plain", log="serve")
-        with home.connect(RUN) as buffer:
-            self.url = buffer.store.server()["address"]
-        self._launcher: subprocess.Popen[str] | None = None
-
-    def start(self, calls: int) -> int:
-        """A process that makes train calls up to this one; its pid."""
-        if self._launcher is None:
-            command = [sys.executable, str(HERE / "miles_loop.py"), RUN, self.url]
-            pipe = subprocess.PIPE
-            self._launcher = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **self.home.environment}
-            )
-        assert self._launcher.stdin is not None
-        assert self._launcher.stdout is not None
-        print(calls, file=self._launcher.stdin, flush=True)
-        return int(self._launcher.stdout.readline())
-
-    def close(self) -> None:
-        if self._launcher is not None:
-            self._launcher.communicate(timeout=60)
-
-    def lines(self, kind: str) -> list[dict[str, Any]]:
-        file = self.home.path / f"{kind}.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def calls_of(self, pid: int) -> int:
-        """Train calls of a process."""
-        return sum(line["pid"] == pid for line in self.lines("trained"))
+def loops_of(home: Home, settings: str = SETTINGS) -> Loops:
+    return Loops(home, RUN, "miles_loop.py", settings)
 
 
 @pytest.fixture
@@ -103,15 +65,15 @@ async def put(buffer: Any, group: list[Any]) -> None:
 
 def test_killed_processes_lose_and_repeat_no_group(home: Home) -> None:
     """Each train call that is made again has the groups that it had, bit for bit."""
-    loops, dice = Loops(home), random.Random(7)
+    loops, dice = loops_of(home), random.Random(7)
     for _ in range(KILLS):
-        pid = loops.start(10_000)
-        home.wait_until(lambda pid=pid: loops.calls_of(pid), seconds=60, why="a train call")
+        pid = loops.start("10000")
+        home.wait_until(lambda pid=pid: loops.lines_of(pid, "trained"), seconds=60, why="a train call")
         time.sleep(dice.uniform(0.0, 0.3))
         os.kill(pid, signal.SIGKILL)
     done = max(line["call"] for line in loops.lines("trained"))
-    last = loops.start(done + 5)
-    home.wait_until(lambda: [line for line in loops.lines("ended") if line["pid"] == last], seconds=60, why="the end")
+    last = loops.start(f"{done + 5}")
+    home.wait_until(lambda: loops.lines_of(last, "ended"), seconds=60, why="the end")
     loops.close()
     calls: dict[int, list[list[str]]] = {}
     for line in loops.lines("trained"):
@@ -148,7 +110,7 @@ def test_a_sample_without_tokens_or_with_an_own_reward_is_one_too() -> None:
 def test_a_group_of_which_no_token_is_trained_reaches_the_train_call(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer, _ = buffer_of(Loops(home), monkeypatch)
+    buffer, _ = buffer_of(loops_of(home), monkeypatch)
     group = [Sample(group_index=1, index=i, tokens=[1, 2, 3], response_length=2, loss_mask=[0, 0]) for i in range(2)]
 
     async def run() -> None:
@@ -168,7 +130,7 @@ def test_what_cannot_be_kept_is_refused_by_its_path() -> None:
 
 
 def test_filters_and_bounds_are_miles_own(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer, unused = buffer_of(Loops(home), monkeypatch, async_data_buffer_capacity_factor=2.0)
+    buffer, unused = buffer_of(loops_of(home), monkeypatch, async_data_buffer_capacity_factor=2.0)
 
     async def run() -> None:
         aborted = made(0, 1)
@@ -204,7 +166,7 @@ def test_filters_and_bounds_are_miles_own(home: Home, monkeypatch: pytest.Monkey
 
 def test_a_group_that_grew_too_old_goes_to_the_handler(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = SETTINGS.replace("max_age = 1000", "max_age = 1\nlookahead = 1")
-    buffer, unused = buffer_of(Loops(home, settings), monkeypatch)
+    buffer, unused = buffer_of(loops_of(home, settings), monkeypatch)
 
     async def run() -> None:
         groups = [made(prompt, version) for prompt, version in enumerate((1, 1, 1, 1, 9))]
@@ -235,4 +197,4 @@ def test_what_the_door_needs_is_checked_by_name(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_second_judge_of_staleness_is_refused(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RlbufferError, match="--max-weight-staleness is 3, and rlbuffer judges"):
-        buffer_of(Loops(home), monkeypatch, max_weight_staleness=3)
+        buffer_of(loops_of(home), monkeypatch, max_weight_staleness=3)
