@@ -2,7 +2,7 @@
 
 A door is a codec (their samples as rollouts, and back) and a seam (their queue, their checkpoint). It checks what it
 needs of the trainer when it is attached, by name and version; without the line the trainer is as it was. Trainers'
-packages are imported when a door is opened. Open first: `trl`; `miles` is smaller.
+packages are imported when a door is opened. Open first: `trl`; `miles` is smaller; `verl` is a journal.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-DOORS = ("trl", "miles")
+DOORS = ("trl", "miles", "verl")
 
 
 def __getattr__(name: str) -> ModuleType:

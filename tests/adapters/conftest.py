@@ -19,6 +19,7 @@ NEEDS = {
     "test_nemo_gym_capture": "nemo_gym",
     "test_reasoning_env": "reasoning_gym",
     "test_trl_door": "trl",
+    "test_verl_door": "verl",
     "test_verifiers_env": "verifiers",
     "test_verifiers_run": "verifiers",
     "test_verifiers_worker": "verifiers",
