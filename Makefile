@@ -9,6 +9,7 @@
 #   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
 #   make vllm-faults  kill the vLLM engine of a worker forty times, in that environment: make vllm-faults FAULTS="--seed 7"
 #   make adapters-test  verifiers, reasoning-gym, TRL's trainer, OpenAI's and Anthropic's clients, in an environment of its own
+#   make doors-test  verl's trainer and TransferQueue on a local Ray, in an environment of its own; with miles: MILES=FOLDER
 #   make lock    write deploy/requirements.lock, from which the container image is installed
 #   make bench   measure planning, the data path, leader and more (nothing timed is a test)
 
@@ -16,16 +17,19 @@ PYTHON ?= python3
 VENV   ?= .venv
 VLLM   ?= .venv-vllm
 ADAPTERS ?= .venv-adapters
+DOORS  ?= .venv-doors
+# The sources of radixark/miles at 31f1ca9, which no package index has.
+MILES  ?=
 # Tests that run at once. Most of the slow ones wait for processes.
 JOBS   ?= 4
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim mutations faults servers bench vllm-test vllm-faults adapters-test lock clean
+.PHONY: help demo test check sim mutations faults servers bench vllm-test vllm-faults adapters-test doors-test lock clean
 
 help:
-	@sed -n '2,15s/^# //p' Makefile
+	@sed -n '2,16s/^# //p' Makefile
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("rlbuffer needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
@@ -98,6 +102,21 @@ adapters-test: $(ADAPTERS)/.installed
 	    tests/faults/test_short_fault_runs.py::test_agents_lose_nothing_that_they_heard_when_a_gateway_is_killed_in_each_window \
 	    $(ADAPTERS_TEST)
 
+# verl pins CUDA builds: what its trainer imports is named here instead. The last two on the list are miles'.
+$(DOORS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOORS)
+	$(DOORS)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[memory]' \
+	  'torch==2.13.0' 'ray==2.60.*' 'tensordict==0.10.0' 'transformers>=5.5.3,<5.11,!=5.6.0' accelerate aiohttp cachetools \
+	  codetiming datasets dill fastapi hydra-core msgspec pandas peft pillow 'prometheus-client>=0.20' psutil pyzmq torchdata uvicorn \
+	  'pytest>=8.2' 'pytest-timeout>=2.3' blobfile pybase64
+	$(DOORS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps 'verl==0.9.1' 'TransferQueue==0.1.11'
+	@touch $@
+
+doors-test: $(DOORS)/.installed
+	RLBUFFER_ADAPTERS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$(MILES) \
+	  $(DOORS)/bin/python -m pytest -W default -p no:cacheprovider \
+	    tests/adapters/test_verl_door.py tests/adapters/test_miles_door.py $(DOORS_TEST)
+
 # Resolved as for macOS, where torch needs no CUDA packages; hashes are of the files for every platform. torch itself is
 # left out: see deploy/Dockerfile.
 lock: $(BIN)/python
@@ -107,4 +126,4 @@ lock: $(BIN)/python
 	  --no-annotate --no-header --no-emit-package torch --upgrade --output-file deploy/requirements.lock
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(ADAPTERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) $(VLLM) $(ADAPTERS) $(DOORS) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
