@@ -11,7 +11,7 @@ Source: Shreedhar and Varghese 1995, Efficient fair queuing using deficit round 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from rlbuffer.errors import RlbufferError
 
 ROUNDING = 1e-9
 """Share of a group below which a deficit is nothing."""
+CHARGED_AT_ONCE = 256
+"""Groups of one cumulative sum: two numbers a group and env."""
 MEAN_WINDOW = 64
 """Trained groups over which an env's mean group is remembered: long enough to be steady, short enough to follow."""
 
@@ -189,6 +191,19 @@ class Deficits:
         self._owed += self._shares * size
         self._owed[self._places[env]] -= size
 
+    def charge_all(self, groups: Sequence[tuple[str, float]]) -> None:
+        """The same for many (env, size), in order and to the last bit: a cumulative sum adds row after row."""
+        for first in range(0, len(groups), CHARGED_AT_ONCE):
+            chunk = groups[first : first + CHARGED_AT_ONCE]
+            sizes = np.array([size for _, size in chunk], np.float64)
+            payers = [self._places[env] for env, _ in chunk]
+            # What is owed, then two rows a group: what everyone is credited, and what its env pays.
+            moves = np.zeros((1 + 2 * len(chunk), len(self.envs)))
+            moves[0] = self._owed
+            moves[1::2] = self._shares * sizes[:, None]
+            moves[np.arange(2, len(moves), 2), payers] = -sizes
+            self._owed = moves.cumsum(axis=0)[-1]
+
     def watch(self, env: str, limit: float) -> None:
         """The env is short once it is owed more than `limit`."""
         self._limits[self._places[env]], self._watches = limit, True
@@ -233,12 +248,13 @@ def settle(
     for env in fractions:
         out.setdefault(env, EnvAccount())
     deficits = Deficits({env: out[env].deficit for env in fractions}, fractions)
-    total = 0
+    total, charges = 0, list[tuple[str, float]]()
     for env, tokens, rollouts in groups:
         size = size_of(unit, tokens=tokens, rollouts=rollouts)
         total += size
-        deficits.charge(env, size)
+        charges.append((env, size))
         out[env].learn(tokens, rollouts, size)
+    deficits.charge_all(charges)
     largest = max(account.largest for account in out.values())
     for env, deficit in deficits.all().items():
         out[env].deficit = deficit

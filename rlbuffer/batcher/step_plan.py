@@ -140,6 +140,13 @@ def advantages_of(
     return advantages.astype(np.float32), []
 
 
+def all_train(group: Group, config: BatcherConfig) -> bool:
+    """True when the rollouts of a group, of which it has one, are known to train a token each; its rows stay packed."""
+    if config.truncated == "mask" or not group.rollouts:
+        return False
+    return all(part.info.totals.are_trained for part in group.parts.values())
+
+
 def trained_tokens(groups: Sequence[Group], config: BatcherConfig) -> NDArray[np.int64]:
     """[rollouts] int64, group by group: the tokens of each that a step trains."""
     return _trained(_numbers(groups, _rows(groups)), config)

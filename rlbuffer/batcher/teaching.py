@@ -21,7 +21,7 @@ import numpy as np
 
 from rlbuffer.batcher.advantages import OF_DIFFERENCES, Loaded
 from rlbuffer.batcher.group import Group
-from rlbuffer.batcher.step_plan import advantages_of, trained_tokens
+from rlbuffer.batcher.step_plan import advantages_of, all_train, trained_tokens
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.checks import MAX_NUMBER
@@ -114,9 +114,9 @@ class Teaching:
         return [value for value in values if value is not None] if None not in values else None
 
     def _judge(self, group: Group) -> str:
-        trained = trained_tokens([group], self._config)
-        tokens = trained.tolist()  # numpy takes longer than a whole group of a few rollouts
-        if not any(tokens):
+        # [rollouts] True where one trains a token; numpy takes longer than a whole group of a few rollouts.
+        are_trained = None if all_train(group, self._config) else trained_tokens([group], self._config) > 0
+        if are_trained is not None and not are_trained.any():
             return UNTRAINED
         by = self._config.flat_by
         named = self._named(group.infos) if by else None
@@ -125,14 +125,14 @@ class Teaching:
         if self.anyway((), _columns(group)):
             return ""
         equal, name = group.is_flat, self._config.for_env(group.env).advantage
-        if name not in OF_DIFFERENCES or not (equal or all(tokens)):
+        if name not in OF_DIFFERENCES or not (equal or are_trained is None or are_trained.all()):
             try:
                 advantages, untrainable = advantages_of([group], self._config, self.estimators)
             except ConfigError:  # whoever makes a step of it meets that again, and says so
                 return ""
             largest = float(np.abs(group.rewards).max(initial=0.0))
             noise = _NOISE_OF_EQUALS * largest if equal else _NOISE * min(1.0, largest)
-            if untrainable or (np.abs(advantages[trained > 0]) > noise).any():
+            if untrainable or (np.abs(advantages if are_trained is None else advantages[are_trained]) > noise).any():
                 return ""
         elif not equal:
             return ""

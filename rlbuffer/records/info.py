@@ -181,6 +181,8 @@ class Totals(NamedTuple):
     """No id occurs twice."""
     failed: int
     """Rollouts that failed."""
+    are_trained: bool = False
+    """Every sequence has a trained token."""
 
 
 class _Unpacked:
@@ -345,6 +347,7 @@ def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
         is_flat=are_flat(rewards),
         is_distinct=len({r.rollout_id for r in rollouts}) == len(rollouts),
         failed=sum([bool(r.failure) for r in rollouts]),
+        are_trained=all(part.loss_tokens for r in rollouts for part in r.sequences),
     )
 
 

@@ -14,7 +14,7 @@ from rlbuffer.records.info import HAS_REWARD, ROW, ROW_DTYPE, GroupInfo, rollout
 from rlbuffer.records.step_plan import StepPlan, version_trained
 from rlbuffer.store.part_rollouts import PART_ROW
 from rlbuffer.store.records import PoolEntry
-from rlbuffer.wire.metadata import names_of
+from rlbuffer.wire.metadata import has_no_names, names_of
 
 
 class Planned:
@@ -72,8 +72,10 @@ class Planned:
         return out
 
     @cached_property
-    def names(self) -> tuple[list[str], list[Mapping[str, float]]]:
-        """[sequences] id and named rewards of its rollout."""
+    def names(self) -> tuple[list[str] | None, list[Mapping[str, float]] | None]:
+        """[sequences] id and named rewards of its rollout. None: each is ``<group id>/<index>``; none has any."""
+        if all(map(has_no_names, self._infos)):
+            return None, None
         all_ids, all_named, numbers = list[str](), list[Mapping[str, float]](), iter(self.numbers_in_push)
         for push, info in zip(self.pushes, self._infos, strict=True):
             ids, named = names_of(info)
@@ -81,7 +83,9 @@ class Planned:
             is_whole = push.places == range(len(ids))
             all_ids += ids if is_whole else [ids[number] for number in its]
             all_named += named if is_whole else [named[number] for number in its]
-        return all_ids, all_named
+        groups = [push.group_id for push in self.pushes for _ in push.places]
+        own = all_ids != [f"{group}/{number}" for group, number in zip(groups, self.numbers_in_push, strict=True)]
+        return all_ids if own else None, all_named if any(all_named) else None
 
     @cached_property
     def are_scored(self) -> NDArray[np.bool_]:

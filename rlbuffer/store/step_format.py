@@ -178,8 +178,6 @@ def encoded_parts(planned: Planned, prefix: str = "") -> Iterator[bytes]:
     known = [_source(planned.entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
     packed = [msgspec.Raw(_ENCODER.encode(source)) for source in known]
     ids, named = planned.names
-    groups = [push.group_id for push in planned.pushes for _ in push.places]
-    own_ids = ids != [f"{group}/{number}" for group, number in zip(groups, planned.numbers_in_push, strict=True)]
     table = planned.table()
     for rank in range(layout.world_size):
         its_rows = [micro_step[rank] for micro_step in layout.rows]
@@ -193,8 +191,8 @@ def encoded_parts(planned: Planned, prefix: str = "") -> Iterator[bytes]:
             rows_per_micro_batch=layout.rows_per_micro_batch,
             sources=[packed[source] for source in sources.tolist()],
             rollouts=its.tobytes(),
-            ids=[ids[i] for i in order] if own_ids else None,
-            rewards=[dict(named[i]) for i in order] if any(named) else None,
+            ids=None if ids is None else [ids[i] for i in order],
+            rewards=None if named is None else [dict(named[i]) for i in order],
             rows=[[len(row) for row in rows] for rows in its_rows],
         )
         yield sealed(_ENCODER.encode(part))

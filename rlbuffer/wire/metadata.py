@@ -258,6 +258,12 @@ def names_of(info: GroupInfo) -> tuple[Sequence[str], Sequence[Mapping[str, floa
     return push.ids or default_ids(push.group_id, count), _named(push, count)
 
 
+def has_no_names(info: GroupInfo) -> bool:
+    """True when a push names no id and no reward of its rollouts; they stay packed."""
+    unpack = getattr(info, "_unpack", None)
+    return unpack is not None and unpack.args[0].ids is None and not unpack.args[0].rewards
+
+
 def default_ids(group_id: str, count: int) -> list[str]:
     """The ids of a push whose metadata names none."""
     return [group_id + end for end in _ends(count)]
@@ -328,6 +334,7 @@ def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
         (is_flat & (all_scored == np.logical_or.reduceat(scored, starts))).tolist(),
         (True for _ in packed),  # no id occurs twice
         (0 for _ in packed),
+        (np.minimum.reduceat(rows["loss_tokens"], starts) > 0).tolist(),
         strict=True,
     )
     are_right = np.logical_and.reduceat(is_right, starts).tolist()

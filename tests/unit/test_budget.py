@@ -1,8 +1,10 @@
 import random
 
+import numpy as np
 import pytest
 
 from rlbuffer.batcher.budget import (
+    CHARGED_AT_ONCE,
     MEAN_WINDOW,
     ROUNDING,
     Deficits,
@@ -121,3 +123,15 @@ def test_accounts_survive_being_saved_exactly():
 def test_the_state_of_another_version_is_refused():
     with pytest.raises(RlbufferError, match="saved state has schema 7, this version reads 1"):
         load({"schema": 7})
+
+
+def test_many_charges_at_once_are_the_same_ones_to_the_last_bit() -> None:
+    dice = np.random.default_rng(3)
+    shares = dict(zip("abc", (0.5, 0.3, 0.2), strict=True))
+    one, other = (Deficits({"a": 1e9, "b": 0.1}, shares) for _ in range(2))
+    groups = [("abc"[dice.integers(3)], float(dice.integers(1, 100_000)) / 7) for _ in range(2 * CHARGED_AT_ONCE + 3)]
+    for env, size in groups:
+        one.charge(env, size)
+    other.charge_all(groups)
+    other.charge_all([])
+    assert one.all() == other.all()

@@ -56,7 +56,7 @@ def test_what_rollouts_amount_to_is_the_same_packed_and_unpacked(rewards, is_sco
     made = info(*rewards)
     (found,) = decode_infos([encode_info(made)])
     n = len(rewards)
-    expected = Totals(n, n, sum(range(10, 10 + n)), 9 + n, 8 - n, 6 + n, is_scored, is_flat, True, 0)
+    expected = Totals(n, n, sum(range(10, 10 + n)), 9 + n, 8 - n, 6 + n, is_scored, is_flat, True, 0, True)
     assert found.totals == made.totals == expected
     assert found == made
 

@@ -35,6 +35,7 @@ from rlbuffer.store.step_format import (
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 from rlbuffer.wire.checksum import sealed
+from rlbuffer.wire.metadata import decode_infos, encode_info
 
 PAYLOAD_KEYS = {"push": {"stored", "payload"}, "pin": {"key"}}
 """Script -> what it calls the payload keys that it touches."""
@@ -279,7 +280,12 @@ def test_rollouts_of_a_push_that_are_not_all_of_it_are_those_that_the_plan_names
     some = Planned(replace(plan, rollouts=PlannedRollouts([(of_push, info)])), entries)
     its = [info.rollouts[2], info.rollouts[0]]
     assert some.places == [2, 0]
-    assert some.names == ([rollout.rollout_id for rollout in its], [rollout.rewards for rollout in its])
+    assert some.names == (None, None)
+    renamed = tuple(replace(rollout, rollout_id=f"mine-{rollout.rollout_id}") for rollout in info.rollouts)
+    (named,) = decode_infos([encode_info(replace(info, rollouts=renamed))])
+    entries["1-0"] = msgspec.structs.replace(entries["1-0"], info=named)
+    some = Planned(replace(plan, rollouts=PlannedRollouts([(of_push, named)])), entries)
+    assert some.names == (["mine-a.0/2", "mine-a.0/0"], None)
     assert some.numbers["length"].tolist() == [rollout.length for rollout in its]
     assert some.numbers["checksum"].tolist() == [rollout.checksum for rollout in its]
 
