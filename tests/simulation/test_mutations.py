@@ -36,7 +36,7 @@ FOUND_IN = {
     "key-begins-twice": 7,
     "push-in-any-epoch": 1,
     "push-of-what-is-open": 4,
-    "recover-any-claim": 23,
+    "recover-any-claim": 154,
     "recover-in-the-same-epoch": 22,
     "recover-leaves-the-pool": 22,
     "recover-without-tombstone": 163,
