@@ -92,6 +92,8 @@ class Flight:
     """Requests that wait for it, or are being told."""
     number: int = 0
     """Of the call, once it is recorded, or found."""
+    recorded_behind: int | None = None
+    """Newest call of its request when it went to the server, which may have it before this process hears so."""
     is_heard: bool = False
     """An agent has the answer."""
 
@@ -99,6 +101,12 @@ class Flight:
     def tries(self) -> int:
         """Most earlier tries of a request that has waited for it."""
         return max(self.counts)
+
+    def may_be(self, number: int) -> bool:
+        """It is this call of its request, or may be."""
+        if self.number or self.recorded_behind is None:
+            return self.number == number
+        return number > self.recorded_behind
 
     def is_of_earlier(self, tries: int) -> bool:
         """It may be of an earlier try of a request that was tried so often: each of these has a count of its own."""
@@ -358,7 +366,7 @@ class Answering:
             here = self._flights.get(flight.key, ())
             flights = [other for other in here if other is not flight and other.listeners]
             flights += [other for _, other in self._landed if other.key == flight.key]  # since the server was asked
-            told = [other for other in flights if other.number == found.request_call]
+            told = [other for other in flights if other.may_be(found.request_call)]
             return not all(other.is_of_earlier(flight.tries) for other in told)
 
         if not found.request_call or is_told():
@@ -496,6 +504,7 @@ class Answering:
         seen, deadline = found.request_call, time.monotonic() + RECORD_SECONDS
         record = partial(self._store.record, capability, call, request=digest, history=history, line=found.line)
         while True:
+            flight.recorded_behind = seen
             try:
                 recorded = await self._run.told(partial(record, seen=seen), until=deadline)
             except EpochChanged as error:

@@ -328,6 +328,31 @@ def test_retries_of_several_agents_that_ask_the_same_are_calls_of_their_own(
     assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
 
 
+def test_who_asks_the_same_while_a_call_is_recorded_has_a_call_of_its_own(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has the call, and its gateway has not heard so yet."""
+    store = stage.first.buffer.store.role(GatewayStore)
+    agent, real, is_there, goes_on = stage.agent(), store.record, threading.Event(), threading.Event()
+
+    def held(*args: Any, **more: Any) -> Any:
+        monkeypatch.undo()
+        recorded = real(*args, **more)
+        is_there.set()
+        goes_on.wait(60)
+        return recorded
+
+    monkeypatch.setattr(store, "record", held)
+    answers: list[Any] = []
+    first = threading.Thread(target=lambda: answers.append(agent.post("tell me")))
+    first.start()
+    assert is_there.wait(60)
+    answers.append(agent.post("tell me"))
+    goes_on.set()
+    first.join()
+    assert len({answer.json()["id"] for answer in answers}) == len(stage.engine.samples) == 2
+
+
 def test_a_retry_is_not_told_what_was_heard_long_ago(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = stage.agent()
     first = agent.post("tell me").json()["id"]
