@@ -33,7 +33,7 @@ AT_WORK = (
     "guide/recorded.md",
 )
 """Pages for a run at work; each leaves it as it was."""
-STOPPED = ("guide/operate/plot.md", "guide/operate/rewind.md", "guide/operate/back_up.md", "guide/operate/remove.md")
+STOPPED = ("guide/operate/plot.md", "guide/operate/rewind.md", "guide/operate/remove.md")
 """Pages for a run that has ended; the last one removes it."""
 ALONE = ("tutorial/first_run.md",)
 """Pages that begin in an empty folder."""
