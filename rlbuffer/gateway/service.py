@@ -62,6 +62,7 @@ from rlbuffer.process.threads import in_thread
 from rlbuffer.process.web_servers import listen
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.info import ENV_NAME
+from rlbuffer.records.support import support_words
 from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.open_rollouts import (
     MOST_ROLLOUTS,
@@ -118,6 +119,9 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
     experts = counts_of(settings)
     if experts is not None:
         _log.info("experts are recorded: %s", experts.words, extra=fields("record", experts=experts.words))
+    if given.top_k:
+        words = support_words(given.top_k)
+        _log.info("what top_k leaves is recorded: %s", words, extra=fields("record", support=words))
     fleet = Fleet(
         given.engines,
         timeout_seconds=given.timeout_seconds,

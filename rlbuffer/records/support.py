@@ -32,6 +32,20 @@ WIDEST = MOST_TOP_K + TIES
 """The most tokens of a row."""
 
 
+def support_words(top_k: int) -> str:
+    """What a record takes of the server's memory, for people.
+
+    Example:
+        >>> support_words(20)
+        'at most 128 bytes a token (top_k 20, 4 bytes for each token that is left, and up to 12 more where some tie)'
+    """
+    most = min(top_k + TIES, WIDEST)
+    return (
+        f"at most {4 * most} bytes a token (top_k {top_k}, 4 bytes for each token that is left, and up to {TIES} more "
+        "where some tie)"
+    )
+
+
 def support_of(rows: Sequence[Sequence[int]], top_k: int) -> NDArray[np.int32]:
     """The tokens that an engine left, as an array.
 

@@ -6,6 +6,7 @@ one is made. Open first: `base`, then `transformers`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -17,10 +18,14 @@ from rlbuffer.config.imports import target
 from rlbuffer.config.refusal import refusal
 from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, installed_by
+from rlbuffer.process.logs import fields
+from rlbuffer.records.support import support_words
 from rlbuffer.state.text import did_you_mean
 from rlbuffer.worker.samplers.base import Completion, Sampler, SamplerTraits, Sampling
 
 __all__ = ["Completion", "Sampler", "SamplerTraits", "Sampling", "make_sampler", "wrong_sampler"]
+
+_log = logging.getLogger(__name__)
 
 BUILT_IN: Mapping[str, str] = MappingProxyType(
     {
@@ -53,6 +58,9 @@ def make_sampler(settings: WorkerSettings, *, seed: int = 0) -> Sampler:
         made: Sampler = sampler.make(settings, _options_of(sampler, options), seed=seed)
     except ImportError as error:
         raise ConfigError(f"sampler {name} cannot be imported: {error}", setting="sampler") from error
+    if settings.top_k:
+        words = support_words(settings.top_k)
+        _log.info("what top_k leaves is recorded: %s", words, extra=fields("record", support=words))
     return made
 
 

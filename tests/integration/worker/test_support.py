@@ -150,3 +150,12 @@ def test_the_self_check_finds_logprobs_that_are_not_of_the_tokens_that_are_said(
     lies = [replace(a, support=None if a.support is None else a.support[:, :10]) for a in answers]
     with pytest.raises(WrongLogprobs):
         compared(version, replace(drawn, completions=lies))
+
+
+def test_a_worker_says_at_its_start_what_a_record_takes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rlbuffer")
+    asyncio.run(make_sampler(WorkerSettings(env="story", sampler="transformers", top_k=20)).close())
+    assert "what top_k leaves is recorded: at most 128 bytes a token (top_k 20, " in caplog.text
+    caplog.clear()
+    asyncio.run(make_sampler(WorkerSettings(env="story", sampler="transformers")).close())
+    assert caplog.text == ""
