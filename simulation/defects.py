@@ -192,6 +192,7 @@ class Defects:
         yield Wrong(b"GONE", args, ("meta",))
         if args[0] == b"record":
             fresh = [*args[:7], b"of nobody", b"0", *args[9:16], b"of no call", *args[17:]]
+            gone = (*gone, b"FROZEN")
             early = (*gone, b"FULL", b"LINE")
             yield Wrong(b"MISSING", [*fresh[:9], b"9999", *fresh[10:]], earlier=early)
             yield Wrong(b"LINE", [*fresh[:6], b"1", *fresh[7:]], earlier=gone)

@@ -32,10 +32,10 @@ def test_traces_are_recognised_and_their_rollouts_are_the_runs(run: Run, typed: 
     assert '"stored": 0' in again
 
 
-def test_a_file_without_token_ids_is_named_for_what_it_is(run: Run, typed: Call, tmp_path: Path) -> None:
+def test_a_file_of_no_known_format_is_refused_with_its_line(run: Run, typed: Call, tmp_path: Path) -> None:
     file = tmp_path / "12.jsonl"
     file.write_text('{"input": "2+2?", "output": "4", "gts": "4", "score": 1.0, "step": 12}\n')
     code, _, said = typed("push", str(file), "--redis", run.url, "--run", run.store.run)
     assert code != 0
-    assert "verl" in said
+    assert f"{file}:1  input: unknown field" in said
     assert run.pool() == []
