@@ -326,6 +326,7 @@ ROWS: dict[str, Row] = {
     ),
     "read_calls": Row(call=lambda store, run: len(store.read_calls("a.0/0")), prepare=_opened),
     "record": Row(call=lambda store, run: _recorded(store, run, "s"), prepare=_opened),
+    "freeze": Row(call=lambda store, run: store.freeze(_capabilities(run)[0]), prepare=_opened),
     "heard": Row(call=lambda store, run: store.heard(_capabilities(run)[0], "r", 1), prepare=_opened),
     "touch": Row(call=lambda store, run: store.touch(_capabilities(run)[0]), prepare=_opened),
     "end": Row(
