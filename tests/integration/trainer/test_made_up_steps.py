@@ -17,9 +17,9 @@ from rlbuffer.trainer.loop import train
 from rlbuffer.weights.model import TINY_QWEN3
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
-UNKNOWN = {"mfu", "buffer", "reward_parts", "correction_weight", "experts_unrecorded"}
+UNKNOWN = {"mfu", "buffer", "reward_parts", "correction_weight", "experts_unrecorded", "support"}
 """A CPU's peak, a pool where there is no server, parts of a reward that is made up, corrections that nobody named, and
-records of experts that a model without them has not."""
+records of experts and of restricted sampling that neither model nor settings have."""
 SMALL = dict(TINY_QWEN3, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
 
 
