@@ -25,6 +25,7 @@ from shards import InTurns
 
 LOST_STEPS, LOST_SECONDS = 4, 5.0
 """Acknowledged steps that a kill takes at most."""
+ENVS = ("vcopy", "repeat")
 LONGEST_AWAY_SECONDS = 2.0
 """From the death of a primary until the replica takes its place."""
 SENTINEL_MICRO_BATCHES = 6
@@ -60,7 +61,7 @@ def run_failovers(
         size = SENTINEL_MICRO_BATCHES if place == "sentinels" else 1
         config = write_config(home, steps=steps, keep_checkpoints=3, micro_batches=size)
         others = {name: home.start("serve", "--config", config, "--run", "tiny", log=name) for name in ("one", "two")}
-        for env in ("vcopy", "repeat"):
+        for env in ENVS:
             others[env] = home.start("worker", env, "--config", config, log=f"worker-{env}")
         trainer = home.start("train", "--config", config, log="train")
         progress = Watch(home, trainer)
@@ -123,11 +124,12 @@ def _kill(home: Home, pair: Servers, committed: Steps, draw: random.Random) -> s
 
 
 def _end(home: Home, others: Mapping[str, subprocess.Popen[str]], outcome: Outcome) -> None:
-    """Nobody has ended by itself; then all are asked to."""
+    """Nobody has ended by itself, but workers behind the last step, with 0; then all are asked to."""
     for name, process in others.items():
-        if process.poll() is not None:
-            found = f"{name} ended with exit code {process.returncode} during the run\n{home.logs()}"
-            outcome.findings.append(found)
+        code = process.poll()
+        has_done_its_part = code == 0 and name in ENVS
+        if code is not None and not has_done_its_part:
+            outcome.findings.append(f"{name} ended with exit code {code} during the run\n{home.logs()}")
         process.send_signal(signal.SIGTERM)
     for process in others.values():
         process.wait(timeout=60)
