@@ -13,6 +13,7 @@ Source: DeepSeek-V3.2, arXiv 2512.02556, section 3.1 ("Keep Sampling Mask").
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,11 @@ def left_out(support: NDArray[np.int32], tokens: NDArray[np.int32], vocabulary: 
     np.put_along_axis(out, ids, False, axis=1)
     out[~(support == tokens[:, None]).any(axis=1)] = False
     return out
+
+
+def is_support(column: NDArray[Any]) -> bool:
+    """The column is of this kind: a push may have any."""
+    return column.dtype == np.int32 and column.ndim == 2 and column.shape[1] <= WIDEST
 
 
 def is_kept(support: NDArray[np.int32]) -> NDArray[np.bool_]:

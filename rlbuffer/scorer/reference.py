@@ -20,7 +20,7 @@ from rlbuffer.errors import ConfigError, InvalidRollout
 from rlbuffer.packing.pack import pack
 from rlbuffer.packing.planner import plan
 from rlbuffer.records.rollout import Rollout, TokenSequence
-from rlbuffer.records.support import SUPPORT
+from rlbuffer.records.support import SUPPORT, is_support
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.model.selftest import vocabulary_of
 from rlbuffer.trainer.update.update import trained_tokens
@@ -72,6 +72,7 @@ class Reference:
     def _bare(self, its: TokenSequence) -> Rollout:
         """Without columns that the forward pass does not look at: those of different envs need not go together."""
         temperatures = its.columns.get("temperatures")
+        support = its.columns.get(SUPPORT)
         if temperatures is None:
             temperatures = np.full(len(its.tokens), self._temperature, np.float32)
         return Rollout(
@@ -81,7 +82,7 @@ class Reference:
             version_spans=its.version_spans,
             columns={
                 "temperatures": temperatures,
-                **({SUPPORT: its.columns[SUPPORT]} if SUPPORT in its.columns else {}),
+                **({SUPPORT: support} if support is not None and is_support(support) else {}),
             },
         )
 

@@ -69,6 +69,10 @@ class Experts:
         """Experts of one layer."""
         return int(self.routers[0][1].num_experts)
 
+    def fits(self, rows: Tensor) -> bool:
+        """Recorded experts [T, ...] are of as many layers, and of as many experts for a token, as the model has."""
+        return [*rows.shape[1:]] == [self.layers, self.top_k]
+
     @contextmanager
     def replaying(self, rows: Tensor | None) -> Iterator[None]:
         """Inside, forward passes over T tokens take the experts of `rows` [T, layers, K], and their own choice where a

@@ -11,6 +11,7 @@ the model as right-padded batches of similar lengths; only the head still sees o
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -30,6 +31,7 @@ from rlbuffer.trainer.model.wide import in_float64
 from rlbuffer.weights.blocks import backbone_of, decoder_layers, text_model
 from rlbuffer.weights.experts import Experts, experts_of, has_experts
 
+_log = logging.getLogger(__name__)
 Layout = Literal["packed", "padded"]
 
 ATTENTIONS: dict[str, tuple[str, ...]] = {"packed": (ATTENTION, "sdpa", "eager"), "padded": ("sdpa", "eager")}
@@ -66,6 +68,7 @@ class PackedPolicy(nn.Module):
         """What replays the choice among experts; None where the model has none, or it cannot be replayed."""
         self.no_replay = ""
         """Why it cannot."""
+        self._is_told = False
         self.in_one_batch = False
         """Padded: one call of the model per micro-batch, also where that pads more. Sharded ranks need equal calls."""
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -105,27 +108,23 @@ class PackedPolicy(nn.Module):
     def _replaying(self, routed: Tensor | None) -> AbstractContextManager[None]:
         return nullcontext() if routed is None or self.experts is None else self.experts.replaying(routed)
 
-    def check_record(self, routed: Tensor) -> None:
-        """Looks whether recorded experts [T, layers, K] are of such a model.
-
-        Raises:
-            ConfigError: they are not, or the model's choice cannot be replayed.
-        """
-        off, way_out = [*routed.shape[1:]], "trainer.replay_experts = false leaves the column unused"
-        if self.experts is None:
+    def _fitting(self, routed: Tensor | None) -> Tensor | None:
+        """Recorded experts [T, ...] where they are of such a model. Others are no record, which is said once: else
+        whoever pushes could end all ranks."""
+        if routed is None or (self.experts is not None and self.experts.fits(routed)):
+            return routed
+        if not self._is_told:
+            self._is_told = True
             why = self.no_replay or f"{type(self.model).__name__} has no experts"
-            raise ConfigError(
-                f"the rollouts record experts (column {ROUTED_EXPERTS}, {off} for a token), and {why}. {way_out}",
-                setting="trainer.replay_experts",
+            if self.experts is not None:
+                why = f"this model has {[self.experts.layers, self.experts.top_k]}: they are of another one"
+            _log.warning(
+                "rollouts record experts (column %s, %s for a token), and %s. The column is not used",
+                ROUTED_EXPERTS,
+                [*routed.shape[1:]],
+                why,
             )
-        layers, top_k, count = self.experts.layers, self.experts.top_k, self.experts.num_experts
-        most = int(routed.max()) if routed.numel() else 0
-        if off != [layers, top_k] or most >= count:
-            raise ConfigError(
-                f"column {ROUTED_EXPERTS} has {off} for a token, and experts up to {most}. It is of another model: "
-                f"this one has {layers} layers, and {top_k} of {count} experts for a token. {way_out}",
-                setting="trainer.replay_experts",
-            )
+        return None
 
     def forward(
         self,
@@ -143,11 +142,9 @@ class PackedPolicy(nn.Module):
         them the first of its segment; ``temperature`` a number or [N]; ``routed`` [T, layers, K] int32, the experts to
         compute with; ``support`` [N, W], the tokens that restricted sampling left; -> ([N], [N]), nats.
 
-        Raises:
-            ConfigError: `routed` is not of such a model.
+        Where `routed` is not of such a model, its routers choose.
         """
-        if routed is not None:
-            self.check_record(routed)
+        routed = self._fitting(routed)
         kind = input_ids.device.type
         with torch.autocast(kind, dtype=self.compute or torch.bfloat16, enabled=self.compute is not None):
             hidden = self.hidden_states(input_ids, position_ids, cu_seqlens, routed)

@@ -22,13 +22,14 @@ from rlbuffer.records.routed import ROUTED_EXPERTS
 from rlbuffer.records.support import SUPPORT, TOO_WIDE
 from rlbuffer.trainer.losses import TrainedTokens, loss_of, masks_of, per_token_of, uses_old, weights_of
 from rlbuffer.trainer.model.logprobs import has_record
+from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.update.blame import naming, way_out
 from rlbuffer.trainer.update.ratios import Ratios
 from rlbuffer.trainer.update.slices import Slice, slices_of
 from rlbuffer.trainer.update.stopwatch import Stopwatch
 from rlbuffer.trainer.update.token_choice import choose, chooses, draws
-from rlbuffer.weights.experts import is_recorded
+from rlbuffer.weights.experts import Experts, is_recorded
 
 _MASKED = {stage: f"masked/{stage}" for stage in STAGES}
 _WEIGHTS = {name: f"weight/{name}" for name in CORRECTION_FACTS}
@@ -118,6 +119,7 @@ class Updates:
         pass_times: Stopwatch | None = None,
     ) -> None:
         self._policy = policy
+        self._experts = next((part.experts for part in policy.modules() if isinstance(part, PackedPolicy)), None)
         self._number = step.number
         self._settings = settings
         self._ranks = ranks
@@ -169,7 +171,7 @@ class Updates:
                     (share * world_size).backward()  # type: ignore[no-untyped-call]
                 sums += _sums(tokens, share, masks, corrections, micro_batch)
                 if self._settings.replay_experts and ROUTED_EXPERTS in micro_batch.columns:
-                    sums += _routed_sums(micro_batch)
+                    sums += _routed_sums(micro_batch, self._experts)
             self._ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
         return sums
 
@@ -269,11 +271,13 @@ def _sums(
     return torch.tensor([*sums.values()], dtype=torch.float64)
 
 
-def _routed_sums(micro_batch: MicroBatch) -> Tensor:
+def _routed_sums(micro_batch: MicroBatch, experts: Experts | None) -> Tensor:
     """The sums of one micro-batch of tensors that tell how many of its tokens take the router's own choice."""
     arrays: Any = micro_batch
-    recorded = is_recorded(arrays.columns[ROUTED_EXPERTS].int()).any(dim=-1)  # the rows of dense layers are none
-    counts = arrays.sample_index >= 0
+    rows, counts = arrays.columns[ROUTED_EXPERTS].int(), arrays.sample_index >= 0
+    recorded = torch.zeros_like(counts)
+    if experts is not None and experts.fits(rows):
+        recorded = is_recorded(rows, experts.num_experts).any(dim=-1)  # the rows of dense layers are none
     counts[arrays.cu_seqlens[1:].long() - 1] = False  # no engine takes a sequence's last token in
     sums = dict.fromkeys(SUMS, 0.0)
     sums["routed/tokens"], sums["routed/unrecorded"] = int(counts.sum()), int((counts & ~recorded).sum())

@@ -19,6 +19,7 @@ from rlbuffer.records.group import Ticket
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.support import SUPPORT, left_out
 from rlbuffer.scorer.reference import Reference
+from rlbuffer.testing import make_group
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
 from rlbuffer.trainer.update.update import trained_tokens
 from rlbuffer.weights.files import publish
@@ -159,3 +160,14 @@ def test_a_worker_says_at_its_start_what_a_record_takes(caplog: pytest.LogCaptur
     caplog.clear()
     asyncio.run(make_sampler(WorkerSettings(env="story", sampler="transformers")).close())
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize("column", [np.zeros(8, np.float32), np.zeros((8, 2000), np.int32), np.full((8, 2), 2**40)])
+def test_a_column_of_another_kind_fails_no_scoring(column: np.ndarray) -> None:
+    """Any worker may push one; the batcher drops it, and a scorer scores its neighbours."""
+    policy = prepare(build_model(ModelSettings(config={**TINY_QWEN3, "vocab_size": VOCABULARY}), seed=3).eval())
+    plain = make_group(lengths=[8, 9]).rollouts
+    strange = [replace(plain[0], columns={SUPPORT: column}), plain[1]]
+    scored = [Reference(policy, row_tokens=64, temperature=1.0).logprobs(its) for its in (plain, strange)]
+    for mine, other in zip(*scored, strict=True):
+        assert np.array_equal(mine, other)
