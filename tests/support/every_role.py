@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.store.gateway import GatewayStore
@@ -13,8 +13,6 @@ from rlbuffer.store.scorer import ScorerStore
 from rlbuffer.store.trainer import TrainerStore
 from rlbuffer.store.verify.verify import verify
 
-T = TypeVar("T")
-
 
 class EveryRole(GatewayStore, ScorerStore, LeaderStore, TrainerStore, OperatorStore):
     """Nothing of its own but what `Buffer.verify` does."""
@@ -24,7 +22,7 @@ class EveryRole(GatewayStore, ScorerStore, LeaderStore, TrainerStore, OperatorSt
         return verify(self)
 
 
-def stands_in(store: T, buffer: Buffer) -> T:
+def stands_in(store: Any, buffer: Buffer) -> Any:
     """Whatever role somebody asks the buffer for, and with whatever patience, `store` is what they get. -> it."""
     store.role = lambda role: store
     store.patient = lambda patience_seconds, on_retry=None: store
