@@ -7,15 +7,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from rlbuffer.archive.rows import Source
+from rlbuffer.archive.rows import PENDING, Source
 from rlbuffer.archive.writer import ArchiveWriter, history_rows
 from rlbuffer.errors import PayloadError
-from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.store.history import Dropped
 from rlbuffer.store.part_rollouts import StepBytes
-from rlbuffer.store.records import PartRollout
+from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.store.viewer import FETCH_BYTES, GROUP_FIELD, Viewer, chunks
 
 HISTORY_PAGE = 1000
@@ -97,6 +97,52 @@ def copy_trained(store: Viewer, writer: ArchiveWriter) -> None:
         writer.add_trained(page.records, is_cut=page.is_cut)
 
 
+def copy_pending(store: Viewer, writer: ArchiveWriter) -> None:
+    """Writes what is pending now, without payloads, in place of what was pending before. Raises OSError."""
+
+    def pushes() -> Iterator[list[Source]]:
+        after = "0-0"
+        while page := store.read_pool(after):
+            after = page[-1].entry_id
+            yield from (_pending(entry, entry.info) for entry in page if entry.info is not None)
+
+    writer.add_pending(pushes())
+
+
+def _pending(entry: PoolEntry, info: GroupInfo) -> list[Source]:
+    sequences = [
+        (number, len(rollout.sequences), sequence)
+        for rollout in info.rollouts
+        for number, sequence in enumerate(rollout.sequences)
+    ]
+    return [
+        Source(
+            ref=PartRollout(
+                payload_key=entry.payload_key,
+                index=index,
+                info=sequence,
+                group_id=info.group_id,
+                env=info.env,
+                adapter=info.adapter,
+                advantage=0.0,
+                sequence=number,
+                sequences=count,
+                prompt_id=info.prompt_id,
+                planned_size=info.planned_size,
+                worker=info.worker,
+                pushed_ms=entry.pushed_ms,
+                entry_id=entry.entry_id,
+                seconds=info.seconds,
+            ),
+            data=None,
+            needs=info.needs,
+            created=info.created,
+            gone=PENDING,
+        )
+        for index, (number, count, sequence) in enumerate(sequences)
+    ]
+
+
 def _of_drops(
     store: Viewer, drops: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]
 ) -> Iterator[list[Source]]:
@@ -129,9 +175,9 @@ def _of_push(
 ) -> list[Source]:
     pushes = record.get("pushes")
     pushed = pushes.get(payload_key.rpartition(":")[2]) if isinstance(pushes, dict) else None
-    if not (isinstance(pushed, list) and len(pushed) == 2):  # anybody may have written it
-        pushed = [record.get("worker"), record.get("pushed_ms")]
-    worker, pushed_ms = pushed
+    if not (isinstance(pushed, list) and len(pushed) == 4):  # anybody may have written it
+        pushed = [record.get(name) for name in ("worker", "pushed_ms", "entry_id", "seconds")]
+    worker, pushed_ms, entry_id, seconds = pushed
     names = sorted((name for name in fields if name.isdigit()), key=int)
     sources = []
     for name in names:
@@ -147,6 +193,8 @@ def _of_push(
             planned_size=_count(record.get("planned_size")),
             worker=str(worker or ""),
             pushed_ms=_count(pushed_ms),
+            entry_id=str(entry_id or ""),
+            seconds=float(seconds) if isinstance(seconds, int | float) else None,
         )
         group = fields.get(GROUP_FIELD) if name == names[0] else None
         sources.append(Source(ref=ref, data=fields[name], group=group, history_id=str(drop["history_id"])))

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from rlbuffer.archive.library import ArchivedRollout
 from rlbuffer.archive.rows import UNREADABLE, Source, parquet_of, payload_of, rollout_table, rows_in
-from rlbuffer.archive.schema import ROLLOUTS
+from rlbuffer.archive.schema import ADDED_COLUMNS, ROLLOUTS
 from rlbuffer.archive.writer import write_file
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.records.group import Group
@@ -109,7 +109,9 @@ def read_group_file(
     try:
         with parquet_of(file) as parquet:
             if missing := [
-                column for column in ROLLOUTS.names if column not in {*parquet.schema_arrow.names, "left_out"}
+                column
+                for column in ROLLOUTS.names
+                if column not in {*parquet.schema_arrow.names, "left_out", *ADDED_COLUMNS}
             ]:
                 raise InvalidRollout(f"{place}it lacks the columns {', '.join(missing)}: it is no file of rollouts")
             rows = (row for row in rows_in(parquet) if row.get("left_out") is None)

@@ -16,6 +16,10 @@ from typing import Any
 
 from rlbuffer.archive.rows import opened, payload_of, rows_in
 from rlbuffer.archive.schema import (
+    ARCHIVE_FORMAT,
+    FORMAT_KEY,
+    LACKS_OF_FORMAT_4,
+    PENDING_FILE,
     RUN_KEY,
     StepsName,
     history_names,
@@ -28,7 +32,7 @@ from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.text import several_ids
-from rlbuffer.store.history import Committed, Dropped, RunRewound, StepsVoided
+from rlbuffer.store.history import Committed, Dropped, RunRewound, StepsVoided, TrainerStarted
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.step_format import decode_header, decode_part
@@ -135,7 +139,7 @@ class ArchivedGroup:
     step: int | None
     """The step that trained it; None: it was dropped."""
     dropped: DroppedGroup | None
-    """None: it was trained."""
+    """None: it was trained, or was pending where it has no step either."""
     members: tuple[ArchivedRollout, ...]
     answer: Any
     """Reference answer; None where there is none, or its payload is gone."""
@@ -328,6 +332,46 @@ class Archive:
             for row in self.history_rows(name):
                 records[row["digest"] or ""] = json.loads(row["record"])
         return tuple(records[step.digest] for step in self.steps if step.digest in records)
+
+    @cached_property
+    def attempts(self) -> tuple[Mapping[str, Any], ...]:
+        """The starts of the trainer, the oldest first: each record with ``at_ms``, ``step`` (the last one that its
+        state contained), ``world_size`` and ``settings``. Format 4 has none, nor has a trainer that said none."""
+        return tuple(
+            {**_record_of(row), "at_ms": row["at_ms"]}
+            for _, _, name in history_names(self.folder)
+            for row in self.history_rows(name)
+            if row["kind"] == TrainerStarted.event
+        )
+
+    def commits(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Server time in milliseconds, and record, of every commit in the history, the oldest first: also of steps that
+        were taken back. ``read``, ``decided``, ``since`` and ``published`` say what the leader knew
+        (:class:`~rlbuffer.store.records.Decided`); those of format 4 lack them."""
+        for _, _, name in history_names(self.folder):
+            for row in self.history_rows(name):
+                if row["kind"] == Committed.event:
+                    yield row["at_ms"], _record_of(row)
+
+    def pending(self) -> Iterator[ArchivedGroup]:
+        """The pushes that were pending when the last leader left, without payloads, in the order of their arrival.
+
+        A leader that was killed leaves what was pending before it: what is trained or dropped since is among it.
+        """
+        if (self.folder / PENDING_FILE).exists():
+            for _, rows in groupby(self.rows(PENDING_FILE), key=lambda row: row["entry_id"]):
+                its = [*rows]
+                yield group_of(its, its[0]["group_id"], its[0]["env"], None, None)
+
+    @cached_property
+    def lacks(self) -> tuple[str, ...]:
+        """What files of an older format do not say, for people; empty when all are of the newest one."""
+        names = [*(name.file() for name in self._names), *(name for _, _, name in history_names(self.folder))]
+        for name in names:
+            with opened(self.folder / name) as parquet:
+                if parquet.schema_arrow.metadata[FORMAT_KEY] != str(ARCHIVE_FORMAT).encode():
+                    return LACKS_OF_FORMAT_4
+        return ()
 
     def settings(self, revision: int) -> Mapping[str, Any]:
         """The batcher's settings of a revision, with ``config`` as JSON. Raises NotFound."""

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from rlbuffer.archive.schema import ARCHIVE_FORMAT, FORMAT_KEY, ROLLOUTS
+from rlbuffer.archive.schema import ADDED_COLUMNS, FORMAT_KEY, READ_FORMATS, ROLLOUTS
 from rlbuffer.errors import ArchiveError, PayloadError
 from rlbuffer.records.columns import REQUIRED_COLUMNS, trained_advantage
 from rlbuffer.records.info import RolloutInfo
@@ -26,6 +26,7 @@ from rlbuffer.wire.encoding import joined
 from rlbuffer.wire.payload import Announced, Payload, decode
 
 MISSING = "its payload is missing"
+PENDING = "it was pending: its payload is not copied"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +51,14 @@ class Source:
     """Names that scorers must still add, of a group that was exported before."""
     created: float | None = None
     """Unix seconds at the worker, where they are known."""
+    gone: str = MISSING
+    """Reason why there is no `data`."""
 
 
 ROW_GROUP_BYTES = 64 * 2**20
 """Payload bytes of a row group."""
+ROW_GROUP_ROWS = 65_536
+"""Rows of a row group at most: those without a payload have no bytes."""
 ROWS_AT_ONCE = 16
 """Rows that a reader holds decoded."""
 BUFFER_BYTES = 2**20
@@ -79,7 +84,7 @@ def rollout_tables(groups: Iterable[Sequence[Source]]) -> Iterator[Any]:
         for name, arrays in tokens.items():
             arrays += _copied([getattr(its, name) for its, _, _ in pieces if its is not None])
         size += sum([len(source.data) for source in sources if source.data is not None])
-        if size >= ROW_GROUP_BYTES:
+        if size >= ROW_GROUP_BYTES or len(rows) >= ROW_GROUP_ROWS:
             yield _table(rows, tokens)
             rows, tokens, size = [], {name: [] for name in REQUIRED_COLUMNS}, 0
     if rows:
@@ -116,7 +121,7 @@ def _opened(source: Source) -> tuple[Payload | None, RolloutInfo, str]:
     """
     info = source.ref.info
     if source.data is None:
-        return None, info, MISSING
+        return None, info, source.gone
     try:
         its = decode(source.data, info if info.checksum else None)
         if its.loss_mask.view(np.uint8).max() > 1:  # a column of booleans cannot keep it
@@ -144,6 +149,8 @@ def _scalars(source: Source, parts: Payload | None, info: RolloutInfo, problem: 
         "index": ref.index,
         "sequence": ref.sequence if parts is None else parts.details.number,
         "pushed_ms": ref.pushed_ms,
+        "entry_id": ref.entry_id,
+        "seconds": ref.seconds,
         "advantage": None if source.rank is None else _advantage(ref, parts),
         "rollout_id": info.rollout_id,
         "length": info.length,
@@ -228,8 +235,9 @@ def opened(path: Path) -> Iterator[Any]:
     try:
         with parquet_of(path) as parquet:
             stored = (parquet.schema_arrow.metadata or {}).get(FORMAT_KEY, b"0").decode()
-            if stored != str(ARCHIVE_FORMAT):
-                raise ArchiveError(f"{path} is of format {stored}, and this version reads format {ARCHIVE_FORMAT}")
+            if stored not in map(str, READ_FORMATS):
+                formats = " and ".join(map(str, READ_FORMATS))
+                raise ArchiveError(f"{path} is of format {stored}, and this version reads formats {formats}")
             yield parquet
     except UNREADABLE as error:
         raise ArchiveError(f"{path} cannot be read: {error}") from None
@@ -253,7 +261,9 @@ def rows_of(batch: Any) -> list[dict[str, Any]]:
         values = column.values.to_numpy(zero_copy_only=False)
         for row, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True):
             row[name] = values[start:end]
+    older = dict.fromkeys(name for name in ADDED_COLUMNS if name not in batch.schema.names)
     for row in rows:
         if "rewards" in row:
             row["rewards"] = dict(row["rewards"] or ())
+        row |= older
     return rows

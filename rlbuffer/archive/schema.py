@@ -5,10 +5,11 @@ A step is archived when a file of steps holds it; its rollouts lie in the file o
 
     steps-EPOCH-FIRST-LAST-DIGEST.parquet       one row per step; DIGEST: the first 12 digits of the last one's
     rollouts-EPOCH-FIRST-LAST-DIGEST.parquet    one row per rollout of those steps
-    history-FIRST-LAST.parquet                  one row per record: drops, steps taken back, recoveries
+    history-FIRST-LAST.parquet                  one row per record: drops, commits, steps taken back, attempts
     dropped-FIRST-LAST.parquet                  one row per rollout of those drops that was still on the server
     trained-FIRST-LAST.parquet                  one row per record of the trainer
     settings-REVISION.parquet                   one row: the batcher's settings
+    pending.parquet                             one row per rollout that was pending when a leader left, without payload
 """
 
 from __future__ import annotations
@@ -19,8 +20,21 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-ARCHIVE_FORMAT = 4
-"""Grows when a file's columns change their meaning; every other one is refused."""
+ARCHIVE_FORMAT = 5
+"""Grows when a file's columns change."""
+READ_FORMATS = (4, 5)
+"""Those whose columns mean the same; every other one is refused."""
+ADDED_COLUMNS = ("entry_id", "seconds")
+"""Columns of rollouts that a file of format 4 lacks: they read as None."""
+LACKS_OF_FORMAT_4 = (
+    "the pool entry of each push (entry_id)",
+    "its seconds since its ticket (seconds)",
+    "what the leader had read when it decided on a step, and when that was (read, decided)",
+    "the trainer's settings (attempts)",
+    "what was pending when the leader left (pending)",
+)
+PENDING_FILE = "pending.parquet"
+"""Written anew by every leader that leaves; a leader that is killed leaves that of the one before."""
 FORMAT_KEY, RUN_KEY = b"rlbuffer.archive", b"rlbuffer.run"
 """In each file's metadata: the format, and the name of the run."""
 
@@ -66,6 +80,8 @@ ROLLOUTS = pa.schema(
         ("index", pa.int32()),
         ("sequence", pa.int32()),
         ("pushed_ms", pa.int64()),
+        ("entry_id", pa.string()),
+        ("seconds", pa.float64()),
         ("advantage", pa.float64()),
         ("rollout_id", pa.string()),
         ("length", pa.int64()),

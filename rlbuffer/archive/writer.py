@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from rlbuffer.archive.rows import Source, opened, rollout_tables
 from rlbuffer.archive.schema import (
     HISTORY,
+    PENDING_FILE,
     ROLLOUTS,
     RUN_KEY,
     SETTINGS,
@@ -127,6 +128,11 @@ class ArchiveWriter:
         ]
         self._write(history_file("trained", first, last), TRAINED, [pa.Table.from_pylist(rows, schema=TRAINED)])
         self.trained_place = last
+
+    def add_pending(self, rollouts: Iterable[Sequence[Source]]) -> None:
+        """Replaces what was pending by what is. Raises OSError."""
+        tables = rollout_tables(rollouts)
+        self._write(PENDING_FILE, ROLLOUTS, chain([next(tables, ROLLOUTS.empty_table())], tables))
 
     def add_settings(self, meta: Meta) -> None:
         """Adds the batcher's settings of a revision, once. Raises OSError."""

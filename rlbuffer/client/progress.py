@@ -76,6 +76,9 @@ NONE_TAKEN = Taken()
 class Progress:
     """The trainer's progress as one rank knows it; rank 0 reports for all. Safe from several threads."""
 
+    settings: Mapping[str, Any] | None = None
+    """What the trainer trains with, as its program says it; the history keeps it."""
+
     def __init__(self, store: TrainerStore, *, world_size: int, reports: bool, announces: bool = False) -> None:
         self._store = store
         self._world_size = world_size
@@ -322,6 +325,7 @@ class Progress:
             resume_step=self.place.step,
             claim=self._claim(),
             announces=self._announces,
+            settings=self.settings,
         )
         self.attempt, self._reported, self._newest = attempt.number, attempt.epoch, attempt.newest
         self.epoch = max(self.epoch, attempt.epoch)

@@ -25,6 +25,7 @@ from rlbuffer.errors import (
     BatchTimeout,
     ConfigError,
     InvalidArgument,
+    InvalidRollout,
     NotFound,
     RlbufferError,
     ServerRefused,
@@ -33,7 +34,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.process.identity import identity
 from rlbuffer.process.threads import begun
-from rlbuffer.records.checks import shown
+from rlbuffer.records.checks import read_only, shown
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_header import StepHeader
@@ -185,13 +186,19 @@ class Reader:
         It is the policy version of a trainer that begins, or goes on, there."""
         return self._progress.place.step
 
-    def start(self, resume_step: int | None = None) -> None:
+    def start(self, resume_step: int | None = None, *, settings: Mapping[str, Any] | None = None) -> None:
         """Begins an attempt: from here on an older trainer of this run is fenced. :meth:`steps` calls it if nobody did.
 
         `resume_step` is the last step that the trainer's state contains; None: what :meth:`load_state_dict` set, or 0.
+        `settings` is what the trainer trains with, in types of msgpack, for the run's history and its archive.
         """
         if self._is_started:
             return
+        if settings is not None:
+            try:
+                self._progress.settings = read_only("start: settings", settings)
+            except InvalidRollout as error:
+                raise InvalidArgument(str(error)) from None
         if resume_step is not None:
             resume_step = whole_number("start: resume_step", resume_step, low=0)
         self._refusals.waited_out(lambda: self._progress.begin(resume_step), self.timeout_seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -38,6 +39,8 @@ TICKET_SECONDS = 60.0
 """The usual time that a ticket stays out without renewal: after that a dead worker's prompt is taken again."""
 CONFIG_SECONDS = 30.0
 """Seconds between a writer's looks whether the run cuts rollouts that are longer than a row."""
+TIMED_TICKETS = 10_000
+"""Tickets of which a writer remembers when it took them: of those that it abandons it never hears again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +136,8 @@ class Writer:
         self._section, self._known_end = terms.section, terms.known_end
         self._out: dict[str, dict[int, float]] = {}
         """Env -> its tickets that this writer has out, each with the moment when it expires."""
+        self._taken: OrderedDict[str, float] = OrderedDict()
+        """Group id of a ticket -> when this writer took it, monotonic; the newest last."""
         self._limit: int | None = None
         """Tokens that a longer rollout is cut to; None: it is left to the batcher."""
         self._limit_at = float("-inf")
@@ -192,7 +197,7 @@ class Writer:
             numbers = self._take(env, n, size, max(0, hold - self._still_out(env)))
             if numbers:
                 self._out.setdefault(env, {}).update(dict.fromkeys(numbers, time.monotonic() + self.ticket_seconds))
-                return _tickets(env, numbers)
+                return self._timed(_tickets(env, numbers))
             pause = next(pauses)
             left = pause if deadline is None else min(pause, deadline - time.monotonic())
             if left <= 0:
@@ -235,7 +240,16 @@ class Writer:
         except ServerRefused as error:
             self._refused(error)
             return None
-        return _tickets(env, asked.numbers), asked
+        return self._timed(_tickets(env, asked.numbers)), asked
+
+    def _timed(self, tickets: list[Ticket]) -> list[Ticket]:
+        """Remembers when these tickets were taken: now."""
+        for ticket in tickets:
+            self._taken[ticket.group_id] = time.monotonic()
+            self._taken.move_to_end(ticket.group_id)
+        while len(self._taken) > TIMED_TICKETS:
+            self._taken.popitem(last=False)
+        return tickets
 
     def _take(self, env: str, n: int, size: int | None, least: int = 0) -> list[int]:
         try:
@@ -437,7 +451,8 @@ class Writer:
         return stale_by
 
     def _fitted(self, group: Group) -> Group:
-        """`oversized = "truncate"` of the run's config, or of this process's while no batcher has served the run."""
+        """What is stored of a group: with its seconds since its ticket, and as `oversized = "truncate"` of the run's
+        config makes it, or of this process's while no batcher has served the run."""
         now = time.monotonic()
         if now - self._limit_at >= CONFIG_SECONDS:
             own = self._config.as_dict() if self._config is not None else {}
@@ -445,6 +460,9 @@ class Writer:
             self._limit = config.get("row_tokens") if config.get("oversized") == "truncate" else None
             self._limit_at = now
         self._say_zeros(group)
+        taken = self._taken.get(group.group_id)
+        if taken is not None and group.seconds is None:
+            group = replace(group, seconds=now - taken)
         return group if self._limit is None else truncated_group(group, self._limit)
 
     def _say_zeros(self, group: Group) -> None:

@@ -164,15 +164,15 @@ class Archiving:
         is_due = time.monotonic() - self._written_at >= FILE_SECONDS
         if is_other or is_due or is_last or self._is_hurried or meta.step - self._through >= FILE_STEPS:
             self._is_hurried = False
-            self._write(meta.step)
+            self._write(meta.step, is_last=is_last)
             self._epoch = meta.epoch
 
     def _check(self) -> None:
         if self._is_void:
             raise LeaseLost("another batcher leads this run, and writes its archive")
 
-    def _write(self, step: int) -> None:
-        from rlbuffer.archive.copying import copy_history, copy_steps, copy_trained, files_of, unwritten
+    def _write(self, step: int, *, is_last: bool) -> None:
+        from rlbuffer.archive.copying import copy_history, copy_pending, copy_steps, copy_trained, files_of, unwritten
 
         if self._store is None or self._writer is None:
             return
@@ -181,6 +181,8 @@ class Archiving:
             steps += copy_steps(self._store, self._writer, file)
         records = copy_history(self._store, self._writer)
         copy_trained(self._store, self._writer)
+        if is_last:
+            copy_pending(self._store, self._writer)
         self._through, self._written_at = step, time.monotonic()
         self._retry_at, self._pause = float("-inf"), ARCHIVE_POLL_SECONDS
         if self._trouble:

@@ -46,7 +46,7 @@ from rlbuffer.records.waiting import FOR_GROUPS, Wait, Waiting
 from rlbuffer.state.env_causes import explained
 from rlbuffer.state.heartbeats import GATEWAY, KINDS, Process, is_starting, processes, while_starting, worker_problems
 from rlbuffer.store.leader import LeaderStore
-from rlbuffer.store.records import Attempt, Look
+from rlbuffer.store.records import Attempt, Decided, Look
 
 _log = logging.getLogger(__name__)
 LEADER_POLL_SECONDS = 0.02
@@ -208,7 +208,9 @@ class Leadership:
         # While no tickets are given, silence is what was asked for.
         self._envs.report_silent({} if self._wishes.is_draining else decision.dead, step)
         if decision.plan is not None:
-            self._commit(decision, decision.plan, trainer, started)
+            published = {adapter: policy.version for adapter, policy in policies.items()}
+            decided = Decided(read=self._pending.read, decided=now, since=self._pending.since, published=published)
+            self._commit(decision, decision.plan, trainer, started, decided)
             return
         self._is_idle = True
         why = self._end_of(trainer) or decision.why
@@ -256,7 +258,7 @@ class Leadership:
             self._allowances, self._published = dict(allowances), now
         self._pending.close_tickets()
 
-    def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float) -> None:
+    def _commit(self, decision: Decision, plan: StepPlan, trainer: Attempt, started: float, decided: Decided) -> None:
         used = self._pending.of(plan)
         reason = "a payload is missing or of another size than its metadata says"
         broken = dict.fromkeys(self._store.pin(plan.rollouts, used), reason)
@@ -277,6 +279,7 @@ class Leadership:
             state=decision.state,
             waiting_for_version=decision.waiting_for_version,
             columns=columns,
+            decided=decided,
         )
         if status == CommitStatus.GONE:
             self._pending.refused(plan, detail)

@@ -71,6 +71,16 @@ class Pending:
         """Unix seconds of the takeover and what has passed since: the server's clock may be set meanwhile."""
         return self._since + time.monotonic() - self._began
 
+    @property
+    def read(self) -> str:
+        """The last entry of the pool that was read."""
+        return self._cursor
+
+    @property
+    def since(self) -> float:
+        """Server time of the takeover, Unix seconds."""
+        return self._since
+
     def entries(self) -> Iterable[PoolEntry]:
         """All that is held, used groups too."""
         return self._entries.values()

@@ -53,6 +53,8 @@ class Group:
     """Name of the worker that pushed it."""
     created: float | None = None
     """Unix seconds at the worker."""
+    seconds: float | None = None
+    """Seconds from its ticket to its push, by the worker's monotonic clock; the writer fills it in."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -69,7 +71,9 @@ class Group:
         put(self, "worker", as_text("worker", self.worker, limit=128))
         put(self, "planned_size", as_integer("planned_size", self.planned_size, low=1, high=2**31 - 1))
         put(self, "needs", tuple(as_text(f"needs[{i}]", n, limit=64) for i, n in enumerate(needs)))
-        put(self, "created", None if self.created is None else as_number("created", self.created))
+        for name in ("created", "seconds"):
+            value = getattr(self, name)
+            put(self, name, None if value is None else as_number(name, value))
         rollouts = tuple(as_items("rollouts", self.rollouts))
         if not rollouts:
             raise InvalidRollout("rollouts: empty")
@@ -110,6 +114,7 @@ class Group:
             needs=self.needs,
             worker=self.worker,
             created=self.created,
+            seconds=self.seconds,
             columns=self.columns(),
             rollouts=infos_of(self.rollouts),
         )

@@ -1,4 +1,4 @@
-"""Rollouts and groups as the batcher sees them: no payloads, 53 bytes a sequence and some 60 a group."""
+"""Rollouts and groups as the batcher sees them: no payloads, 53 bytes a sequence and some 70 a group."""
 
 from __future__ import annotations
 
@@ -252,6 +252,8 @@ class GroupInfo(_Unpacked):
     """Name of the worker that pushed it."""
     created: float | None = None
     """Unix seconds at the worker; None when unknown. Shown to people, decides nothing."""
+    seconds: float | None = None
+    """Seconds from its ticket to this push, by the worker's monotonic clock; None without a ticket. Decides nothing."""
 
     @classmethod
     def unpacked_by(cls, unpack: Callable[[], tuple[RolloutInfo, ...]], **fields: Any) -> GroupInfo:

@@ -303,6 +303,7 @@ class _Scorer:
                 needs=info.needs,
                 worker=info.worker,
                 created=info.created,
+                seconds=info.seconds,
             )
         except (PayloadError, InvalidRollout) as error:
             self._fail(pending, str(error))

@@ -43,6 +43,14 @@ class Committed(HistoryRecord):
     """Env -> its figures, as in the step's header."""
     flat: int | None = None
     """Groups of it that teach nothing."""
+    read: str | None = None
+    """The last pool entry that the leader had read when it decided: what came later was not in its mind."""
+    decided: float | None = None
+    """When it decided, Unix seconds: the server's clock at the leader's takeover, and what has passed since."""
+    since: float | None = None
+    """The leader's takeover, by the same clock: no time before it counts against an env."""
+    published: Mapping[str, int] | None = None
+    """Adapter ("" is all weights) -> the policy version that was announced then; -1: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +76,13 @@ class Dropped(HistoryRecord):
     """Adapter that would have trained it; None for all weights."""
     planned_size: int | None = None
     """Rollouts that it should have had."""
+    entry_id: str | None = None
+    """Its first push in the pool."""
+    seconds: float | None = None
+    """From its ticket to that push."""
     pushes: Mapping[str, Sequence[Any]] | None = None
-    """Suffix of the payload key -> worker and server time of each push, where it came in several."""
+    """Suffix of the payload key -> worker, server time, pool entry and seconds since the ticket of each push, where it
+    came in several."""
     step: int | None = None
     """Of what was unused: the step in which it lies."""
     digest: str | None = None
@@ -115,6 +128,18 @@ class RunRewound(HistoryRecord):
     groups: Sequence[Sequence[Any]]
     """Groups, as those of :class:`StepsVoided`."""
     unlisted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStarted(HistoryRecord):
+    """An attempt of the trainer began."""
+
+    event = "attempt"
+    step: int
+    """The last step that its state contains."""
+    world_size: int
+    settings: Mapping[str, Any]
+    """What it trains with, as its program says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import re
 
 from rlbuffer.errors import ConfigError
 
-SCHEMA = 7
+SCHEMA = 8
 """Layout of the keys and of what is in them; another number is refused (SchemaMismatch)."""
 RUN_NAME = re.compile(r"[a-z0-9_-][a-z0-9_.-]{0,63}\Z")
 """Name of a run that can be there. None begins any more whose name begins with a dash: a command takes that for an

@@ -29,7 +29,7 @@ from rlbuffer.store.member import TicketStore
 from rlbuffer.store.open_rollouts import names_of
 from rlbuffer.store.planned import Planned
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries, reused_groups
-from rlbuffer.store.records import Attempt, Claim, Lease, Look, Meta, PoolEntry, Reused
+from rlbuffer.store.records import Attempt, Claim, Decided, Lease, Look, Meta, PoolEntry, Reused
 from rlbuffer.store.server.append_file import until_whole
 from rlbuffer.store.server.script import Script
 from rlbuffer.store.session import BLOCK_SECONDS, entries, number, raise_first, sound, text
@@ -283,10 +283,11 @@ class LeaderStore(TicketStore):
         state: Mapping[str, Any],
         waiting_for_version: int | None = None,
         columns: Columns,
+        decided: Decided | None = None,
     ) -> tuple[CommitStatus, Any]:
         """COMMIT. -> (``ok`` | ``duplicate``, digest) or (``gone``, [entry ids]).
 
-        `columns` are those that the plan's pushes agree on.
+        `columns` are those that the plan's pushes agree on; `decided` is kept in the history.
 
         Raises:
             LeaseLost: another leads, the server was away, or the run is not where `meta` says: all must be read again.
@@ -305,7 +306,7 @@ class LeaderStore(TicketStore):
         args: list[Any] = [
             *(self.token, meta.epoch, plan.step, meta.digest, digest, self.keys.payload_prefix),
             *(f"{self.tombstone_ms} {remembered}", HISTORY_ENTRIES, SUMMARY_LINES),
-            *(header, payload.dumps(dict(state)), *_lines(plan, record)),
+            *(header, payload.dumps(dict(state)), *_lines(plan, record, decided)),
             *(_entry_lines(plan), _group_lines(plan), *parts),
         ]
         keys = self.keys
@@ -522,13 +523,14 @@ def _load(client: Any, script: Script) -> None:
     client.script_load(script.text)
 
 
-def _lines(plan: StepPlan, record: Mapping[str, Any]) -> tuple[bytes, bytes]:
+def _lines(plan: StepPlan, record: Mapping[str, Any], decided: Decided | None) -> tuple[bytes, bytes]:
     """A step as the stream of summaries and the history keep it."""
     summary = {
         name: record[name] for name in ("step", "rollouts", "tokens", "reward", "age", "max_age", "fill", "envs")
     }
-    history = Committed(groups=len(plan.group_ids), closed_by=plan.closed_by, flat=plan.flat, **summary).as_object()
-    return payload.dumps(summary), payload.dumps(history)
+    known = {} if decided is None else decided._asdict()
+    history = Committed(groups=len(plan.group_ids), closed_by=plan.closed_by, flat=plan.flat, **summary, **known)
+    return payload.dumps(summary), payload.dumps(history.as_object())
 
 
 def _entry_lines(plan: StepPlan) -> str:

@@ -48,6 +48,8 @@ class Source(NamedTuple):
     planned_size: int
     worker: str
     pushed_ms: int
+    entry_id: str = ""
+    seconds: float | None = None
 
 
 class PartRollouts(LazyRecords[PartRollout]):

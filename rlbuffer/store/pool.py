@@ -176,7 +176,15 @@ def _chunks(
 def _drop_record(drop: Drop, entries: Sequence[PoolEntry]) -> bytes:
     first = entries[0]
     info = first.info  # nobody knows it any more once its entry is gone
-    pushes = {e.payload_key.rpartition(":")[2]: [e.info.worker if e.info else "", e.pushed_ms] for e in entries}
+    pushes = {
+        e.payload_key.rpartition(":")[2]: [
+            e.info.worker if e.info else "",
+            e.pushed_ms,
+            e.entry_id,
+            e.info.seconds if e.info else None,
+        ]
+        for e in entries
+    }
     record = Dropped(
         group_id=drop.group_id,
         env=drop.env,
@@ -191,6 +199,8 @@ def _drop_record(drop: Drop, entries: Sequence[PoolEntry]) -> bytes:
         pushed_ms=first.pushed_ms,
         adapter=(info.adapter or None) if info is not None else None,
         planned_size=info.planned_size if info is not None else None,
+        entry_id=first.entry_id,
+        seconds=info.seconds if info is not None else None,
         pushes=pushes if 1 < len(entries) <= NAMED_PUSHES else None,
     )
     return payload.dumps(record.as_object())

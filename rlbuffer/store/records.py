@@ -214,6 +214,20 @@ class Look:
     """Kind -> name -> its last heartbeat, of the kinds that were asked for."""
 
 
+class Decided(NamedTuple):
+    """What a leader knew when it decided on a step, beside the groups: the same batcher that is told the same decides
+    the same again."""
+
+    read: str
+    """The last pool entry that it had read."""
+    decided: float
+    """When, Unix seconds: the server's clock at its takeover, and what has passed since."""
+    since: float
+    """Its takeover, by the same clock."""
+    published: Mapping[str, int]
+    """Adapter ("" is all weights) -> the policy version that was announced; -1: none."""
+
+
 class NotTrained(NamedTuple):
     """A rollout that the trainer was given and has not trained."""
 
@@ -289,6 +303,10 @@ class PartRollout:
     worker: str = ""
     pushed_ms: int = 0
     """Server time of its push."""
+    entry_id: str = ""
+    """Its push in the pool: ids order pushes, also those of one millisecond."""
+    seconds: float | None = None
+    """From its ticket to its push, as its worker measured them; None where it had no ticket."""
 
     @property
     def name(self) -> str:

@@ -200,8 +200,18 @@ def encoded_parts(planned: Planned, prefix: str = "") -> Iterator[bytes]:
 
 def _source(entry: PoolEntry, adapter: str, prefix: str) -> Source:
     info = entry.info
-    of_info = ("", 0, "") if info is None else (info.prompt_id, info.planned_size, info.worker)
-    return Source(entry.payload_key.removeprefix(prefix), entry.group_id, entry.env, adapter, *of_info, entry.pushed_ms)
+    return Source(
+        payload_key=entry.payload_key.removeprefix(prefix),
+        group_id=entry.group_id,
+        env=entry.env,
+        adapter=adapter,
+        prompt_id="" if info is None else info.prompt_id,
+        planned_size=0 if info is None else info.planned_size,
+        worker="" if info is None else info.worker,
+        pushed_ms=entry.pushed_ms,
+        entry_id=entry.entry_id,
+        seconds=None if info is None else info.seconds,
+    )
 
 
 def encoded_header(record: Mapping[str, Any]) -> bytes:

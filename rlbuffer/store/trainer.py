@@ -20,6 +20,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import ReportStatus
 from rlbuffer.store.claim import encode_claim
 from rlbuffer.store.hand import NOTHING, Hand, RankZero
+from rlbuffer.store.history import TrainerStarted
 from rlbuffer.store.member import Member
 from rlbuffer.store.pool import HISTORY_ENTRIES
 from rlbuffer.store.records import Attempt, Claim, TrainedStep
@@ -36,10 +37,17 @@ class TrainerStore(Member):
     """A run for the ranks of its trainer."""
 
     def attempt(
-        self, *, uuid: str, world_size: int, resume_step: int, claim: Claim | None = None, announces: bool = False
+        self,
+        *,
+        uuid: str,
+        world_size: int,
+        resume_step: int,
+        claim: Claim | None = None,
+        announces: bool = False,
+        settings: Mapping[str, Any] | None = None,
     ) -> Attempt:
         """ATTEMPT: from here on older attempts are fenced. The same `uuid` again gives the same attempt. `announces`:
-        versions count what the trainer announces, and not steps.
+        versions count what the trainer announces, and not steps. `settings`: what it trains with, for the history.
 
         A policy version above the run's last step, made from steps that the server has lost, is taken back. A trainer
         whose checkpoint is ahead of the server hands back `claim`, and the leader lets the run go on from there.
@@ -47,9 +55,18 @@ class TrainerStore(Member):
         ResumeRetired.
         """
         world_size, resume_step = as_integer("world_size", world_size, low=1), as_integer("resume_step", resume_step)
-        keys = (self.keys.trainer, self.keys.meta, self.keys.policy, self.keys.steps)
+        keys = (self.keys.trainer, self.keys.meta, self.keys.policy, self.keys.steps, self.keys.history)
         given = ("", "", b"") if claim is None else (claim.epoch, claim.digest, encode_claim(claim))
-        reply = self.move("attempt", keys, (uuid, world_size, resume_step, *given, self.server_id(), int(announces)))
+        record = b""
+        if settings is not None:
+            record = payload.dumps(
+                TrainerStarted(step=resume_step, world_size=world_size, settings=settings).as_object()
+            )
+        reply = self.move(
+            "attempt",
+            keys,
+            (*(uuid, world_size, resume_step), *given, self.server_id(), int(announces), record, HISTORY_ENTRIES),
+        )
         status = text(reply[0])
         if status == "OK":
             number, newest, epoch = map(int, reply[1:4])

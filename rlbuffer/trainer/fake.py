@@ -57,7 +57,7 @@ class FakeRun:
         self._padded_to, self._columns = pad_to_multiple_of, columns
         return self
 
-    def start(self, resume_step: int) -> None:
+    def start(self, resume_step: int, *, settings: Mapping[str, Any] | None = None) -> None:
         """Continues after `resume_step`."""
         self._trained = resume_step
 

@@ -20,7 +20,7 @@ from rlbuffer.trainer.pulls import Pulls
 from rlbuffer.trainer.reports.debug_samples import show_samples
 from rlbuffer.trainer.reports.reports import Reports
 from rlbuffer.trainer.reports.tally import Tally
-from rlbuffer.trainer.session import open_session
+from rlbuffer.trainer.session import attempt_settings, open_session
 from rlbuffer.trainer.update.stopwatch import Stopwatch
 from rlbuffer.trainer.update.update import Updates, take_step
 
@@ -58,7 +58,7 @@ def train(
             reports.end(place, finished=True)
             return True
         # A run that has been taken back, or has lost steps, refuses a checkpoint of them here, or takes them from it.
-        session.reader.start(place.step)
+        session.reader.start(place.step, settings=attempt_settings(session))
         session.when_there_is_room(session.write_pids)
         session.ranks.barrier()  # rank 0 has registered the attempt: the others' reports are not fenced by an older one
         # After a resume samplers have this version, or a newer one, unless the server lost what was newer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
@@ -19,10 +20,12 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from rlbuffer import __version__
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.reader import Reader
 from rlbuffer.config.losses import columns_of
 from rlbuffer.config.models import router_loss
+from rlbuffer.config.recorded import recorded
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.files import write_whole
@@ -182,6 +185,19 @@ def open_session(
         dist.destroy_process_group()
     elif world_size > 1:
         _KEPT_OPEN.append(module)
+
+
+def attempt_settings(session: TrainerSession) -> dict[str, Any]:
+    """What this attempt trains with, for the archive: settings, and the machine on which bits are the same again."""
+    machine = {
+        "rlbuffer": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.machine(),
+        "device": str(session.ranks.device),
+        "threads": torch.get_num_threads(),
+    }
+    return {**recorded(session.settings), "machine": machine}
 
 
 @contextmanager

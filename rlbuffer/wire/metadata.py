@@ -57,7 +57,7 @@ _Finite = Annotated[float, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 _Shape = Annotated[list[Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]], Meta(max_length=MAX_DIMENSIONS - 1)]
 
 
-class _Push(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="P2", gc=False):
+class _Push(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag="P3", gc=False):
     group_id: Annotated[str, Meta(pattern=f"^{GROUP_ID.pattern}")]
     env: Annotated[str, Meta(pattern=f"^{ENV_NAME.pattern}")]
     prompt_id: Annotated[str, Meta(max_length=256)]
@@ -66,6 +66,7 @@ class _Push(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     needs: list[_Short]
     worker: _Name
     created: _Finite | None
+    seconds: _Finite | None
     ids: list[Annotated[str, Meta(min_length=1, max_length=MAX_ROLLOUT_ID)]] | None
     """None: each is ``<group_id>/<index>``."""
     rows: Annotated[bytes, Meta(min_length=ROW.size)]
@@ -75,7 +76,7 @@ class _Push(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     columns: list[tuple[Annotated[str, Meta(pattern=f"^{COLUMN_NAME.pattern}")], str, _Shape]]
 
 
-class _PushWithFailures(_Push, array_like=True, frozen=True, forbid_unknown_fields=True, tag="P2F", gc=False):
+class _PushWithFailures(_Push, array_like=True, frozen=True, forbid_unknown_fields=True, tag="P3F", gc=False):
     failures: dict[Annotated[str, Meta(pattern=f"^{FAILURE_KIND.pattern}")], list[Annotated[int, Meta(ge=0)]]]
     """Places of the rollouts that failed, by kind."""
 
@@ -132,6 +133,7 @@ def encode_metadata(
         [*group.needs],
         group.worker,
         group.created,
+        group.seconds,
         None if ids == default_ids(group.group_id, len(ids)) else ids,
         rows,
         {name: [rollout.rewards.get(name) for rollout in rollouts] for name in names},
@@ -214,6 +216,7 @@ def _info(push: _Push, totals: Totals | None, envs: dict[str, str]) -> GroupInfo
         needs=tuple(push.needs),
         worker=push.worker,
         created=push.created,
+        seconds=push.seconds,
         rows=push.rows,
         totals=totals,
     )

@@ -72,6 +72,7 @@ def rich_group() -> Group:
         planned_size=4,
         answer="3.14",
         created=2.5,
+        seconds=0.5,
     )
 
 

@@ -117,6 +117,7 @@ def test_any_group_comes_back_whole_from_its_push(
         needs=("ref_logprobs",),
         worker="w-1",
         created=1.5,
+        seconds=0.25,
     )
     push = encode_push(group)
     assert decode_info(push.metadata) == push.info

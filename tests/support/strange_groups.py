@@ -50,6 +50,7 @@ def strange_group(group_id: str = "a.0", *, version: int = 0) -> Group:
         metadata={"source": "ä", "$bytes": b"z"},
         worker="w-1",
         created=12.5,
+        seconds=3.25,
     )
 
 

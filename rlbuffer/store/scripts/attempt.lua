@@ -2,11 +2,12 @@
 -- ATTEMPT: one start of the trainer. Its number fences whatever an older trainer still says.
 --
 -- KEYS  1 trainer   2 meta   3 policy
---       4 steps
+--       4 steps   5 history
 -- ARGV  1 uuid of the attempt   2 world size   3 step that the trainer's state contains
 --       4 newest epoch that it knows   5 digest of that step   6 claim (see REPORT); all three '' when unknown
 --       7 which server this is ('' when unknown): another one after a restart or a failover
 --       8 '1': versions count what the trainer announces, as those of a stream do, and none is made again
+--       9 history record of its start ('' for none)   10 history entries kept
 -- Reply {'OK', number, newest, epoch}  the same uuid again gives the same number; the claim is kept when the trainer is
 --                             ahead. `newest`: no attempt has made a version above this one in this line
 --       {'GONE'}              the run does not exist
@@ -18,8 +19,9 @@
 -- another one than its trainer last spoke to, or when a version above the run's last step is announced, which was made
 -- from steps that the server has lost: there may be versions out there that this attempt will make again otherwise. What
 -- is announced and may be given up is taken back; the new trainer announces what it has.
-local trainer_key, meta_key, policy_key, steps_key = unpack(KEYS)
-local uuid, world_size, resume_step, known_epoch, known_digest, claim, server, announces = unpack(ARGV, 1, 8)
+local trainer_key, meta_key, policy_key, steps_key, history_key = unpack(KEYS)
+local uuid, world_size, resume_step, known_epoch, known_digest, claim, server, announces, record, history_kept =
+  unpack(ARGV, 1, 10)
 local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'retired', 'digest', 'since',
   'recovered')
 if not meta[1] then return {'GONE'} end
@@ -70,5 +72,6 @@ end
 redis.call('HSET', trainer_key, 'number', number, 'uuid', uuid, 'world_size', world_size, 'resume', resume_step,
   'epoch', epoch, 'server', server, 'newest', string.format('%.0f', newest), 'seen', string.format('%.0f', now), 'at', resume_step, 'checkpoint', resume_step)
 redis.call('HDEL', trainer_key, 'hand')
+if record ~= '' then redis.pcall('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', record) end
 if refusal then redis.call('HSET', trainer_key, 'claim', claim) else redis.call('HDEL', trainer_key, 'claim') end
 return {'OK', number, string.format('%.0f', newest), epoch}

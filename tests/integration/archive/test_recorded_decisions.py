@@ -1,0 +1,148 @@
+"""What the archive says of decisions, so that they can be made again: when a ticket was taken, what the leader had read,
+what was pending when it left, and what the trainer trained with."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+from test_archive_files import archived, settled
+
+import rlbuffer
+from rlbuffer.archive.check import check_archive
+from rlbuffer.archive.copying import copy_pending
+from rlbuffer.archive.groups import pushes_of, read_group_file, write_groups
+from rlbuffer.archive.library import Archive
+from rlbuffer.archive.rows import PENDING
+from rlbuffer.archive.schema import ADDED_COLUMNS, FORMAT_KEY, LACKS_OF_FORMAT_4, PENDING_FILE
+from rlbuffer.archive.writer import ArchiveWriter
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.recorded import recorded, settings_of
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.testing import make_group
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(f"memory://{uuid.uuid4().hex}", tmp_path)
+    yield made
+    made.close()
+
+
+def test_an_archive_says_when_tickets_were_taken_and_what_its_leader_knew(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "archive"
+    settings = RunSettings(redis_url=run.url, archive={"dir": str(folder)})
+    served = Served(run)
+    buffer = Buffer(run.again(), settings=RunSettings())
+    reader = buffer.reader(timeout_seconds=60)
+    reader.start(settings={"loss": "mine", "rate": 0.5})
+    reader.announce(PolicyVersion(version=0))
+    served.serve(rlbuffer.BatcherConfig(64, step_groups=2, max_age=4), settings=settings)
+    writer = buffer.writer("w")
+    (ticket,) = writer.take("a", timeout_seconds=100)
+    parts = [
+        make_group(size=1, rewards=[reward], rollout_ids=[name]).rollouts for reward, name in ((0.0, "x"), (1.0, "y"))
+    ]
+    entries = [writer.push(ticket, part, planned_size=2).entry_id for part in parts]
+    entries.append(writer.push(make_group(env="a", group_id="a.hand")).entry_id)
+    step = reader.pull(1)
+    reader.trained(step)
+    writer.push(make_group(env="b", group_id="b.hand", size=3))
+    served.stop()
+    archive = Archive(folder)
+
+    rows = {row["entry_id"]: row for rollout in archive.rollouts(1) for row in rollout.rows}
+    assert sorted(rows) == sorted(entries)
+    first, second, hand = (rows[entry]["seconds"] for entry in entries)
+    assert 0 < first <= second
+    assert hand is None
+    assert [group.seconds for group in pushes_of(archive.rollouts(1), [])] == [None] * 3  # it belongs to a push
+    ((at_ms, commit),) = archive.commits()
+    assert commit["step"] == 1
+    assert commit["read"] == entries[-1]
+    assert commit["since"] <= commit["decided"] <= at_ms / 1000 + 1
+    assert commit["published"] == {"": 0}
+    (attempt,) = archive.attempts
+    assert (attempt["step"], attempt["world_size"], attempt["settings"]) == (0, 1, {"loss": "mine", "rate": 0.5})
+    (pending,) = archive.pending()
+    assert (pending.group_id, pending.step, pending.dropped) == ("b.hand", None, None)
+    assert [row["problem"] for rollout in pending.members for row in rollout.rows] == [PENDING] * 3
+    assert [rollout.row["reward"] for rollout in pending.members] == [0.0, 1.0, 0.0]
+    assert archive.lacks == ()
+    assert check_archive(archive).findings == ()
+
+    run.lead()
+    run.drop("stale", run.pool())
+    copy_pending(run.store, ArchiveWriter(folder, run.store.run))
+    assert list(Archive(folder).pending()) == []  # the last leader's word counts
+    reader.close()
+    served.close()
+
+
+def test_a_dropped_push_keeps_its_entry_and_its_seconds(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    for group_id in ("a.0", "a.0", "b.1"):
+        run.sequence += 1
+        ids = [f"{group_id}/{run.sequence}"]
+        group = make_group(env=group_id[0], group_id=group_id, size=1, planned_size=2, rollout_ids=ids)
+        timed = group.__class__(
+            **{name: getattr(group, name) for name in group.__slots__} | {"seconds": run.sequence / 4}
+        )
+        run.store.push(timed, producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch)
+    entries = [entry.entry_id for entry in run.pool()]
+    for group_id in ("a.0", "b.1"):
+        run.drop("stale", [entry for entry in run.pool() if entry.group_id == group_id])
+    archive = archived(run, tmp_path / "archive")
+    rows = [row for name in sorted((tmp_path / "archive").glob("dropped-*")) for row in archive.rows(name.name)]
+    assert [(row["entry_id"], row["seconds"]) for row in rows] == list(zip(entries, (0.25, 0.5, 0.75), strict=True))
+
+
+def as_format_4(folder: Path) -> None:
+    """The files as the version before wrote them."""
+    for path in folder.glob("*.parquet"):
+        table = pq.read_table(path)
+        table = table.drop_columns([name for name in ADDED_COLUMNS if name in table.column_names])
+        pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT_KEY: b"4"}), path)
+    (folder / PENDING_FILE).unlink(missing_ok=True)
+
+
+def test_an_archive_of_the_format_before_is_read_and_added_to_and_says_what_it_lacks(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    run.step("a.0", "a.1")
+    run.step("a.2")
+    folder = tmp_path / "archive"
+    archived(run, folder)
+    as_format_4(folder)
+    archive = Archive(folder)
+    assert archive.lacks == LACKS_OF_FORMAT_4
+    assert (archive.attempts, list(archive.pending())) == ((), [])
+    assert [step.step for step in archive.steps] == [1, 2]
+    assert {row["entry_id"] for rollout in archive.rollouts(1) for row in rollout.rows} == {None}
+    assert check_archive(archive).findings == ()
+    groups = [group for step in (1, 2) for group in pushes_of(archive.rollouts(step), [])]
+    write_groups(tmp_path / "groups.parquet", groups, run="x")
+    as_format_4_file = tmp_path / "old" / "groups.parquet"
+    as_format_4_file.parent.mkdir()
+    as_format_4_file.write_bytes((tmp_path / "groups.parquet").read_bytes())
+    as_format_4(as_format_4_file.parent)
+    assert list(read_group_file(as_format_4_file)) == groups
+    run.step("a.3")
+    archive = archived(run, folder)
+    assert [step.step for step in archive.steps] == [1, 2, 3]
+    assert {row["entry_id"] for rollout in archive.rollouts(3) for row in rollout.rows} != {None}
+    assert archive.lacks == LACKS_OF_FORMAT_4
+    assert check_archive(archive).findings == ()
+
+
+def test_recorded_settings_make_the_same_trainer_again() -> None:
+    settings = RunSettings(run="math", seed=3, model={"config": {"model_type": "qwen3"}}, trainer={"steps": 7})
+    again = settings_of(recorded(settings))
+    assert again.model_copy(update={"trainer": settings.trainer}) == settings
+    assert again.trainer.model_copy(update={"output": None}) == settings.trainer
+    assert again.output_dir == settings.output_dir
