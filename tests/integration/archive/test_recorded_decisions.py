@@ -1,5 +1,5 @@
-"""What the archive says of decisions, so that they can be made again: when a ticket was taken, what the leader knew, what
-was pending when it left, and what the trainer trained with."""
+"""What the archive says of decisions, so that they can be made again: when tickets were taken, what the leader knew,
+what was pending when it left, and what the trainer trained with."""
 
 from __future__ import annotations
 
