@@ -6,6 +6,7 @@ worker/loop.py (take, sample, push) and trainer/loop.py (announce, acknowledge, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -36,13 +37,15 @@ from simulation.host import AWAY, Host, describe
 from simulation.job import Job
 from simulation.rollouts import made_group
 from simulation.scheduler import Killed, Process
-from simulation.stand_ins import Event
+from simulation.stand_ins import Event, Future
 from simulation.streams import StreamTrainer
 
 NEED = "rewards.judge"
 """Need of some groups, which a scorer meets."""
 NEEDY = 0.5
 """Share of the groups that have this need, in runs that have a scorer."""
+BESIDE = 0.7
+"""Share of the versions that are on their way while the next step trains, in runs whose trainer does that."""
 KEPT_CHECKPOINTS = 2
 """Checkpoints that the trainer keeps."""
 
@@ -315,12 +318,15 @@ class Trainer:
                 reader.announce(PolicyVersion(version=version, adapter=adapter))
         while not job.is_started:  # a barrier: rank 0 has registered the attempt
             world.scheduler.wait(0.01)
-        steps, pulls, passes = reader.steps(), 0, 0
+        way: list[Future] = []  # the version that is on its way
+        until = (lambda: any(each.has_failed() for each in way)) if plan.beside else None
+        steps, pulls, passes = reader.steps(until=until), 0, 0
         while True:
             if plan.own:
                 world.scheduler.wait(world.rare_dice.uniform(0.0, 0.3))
             step = next(steps, None)
             if step is None:
+                self._arrived(way)
                 return  # the run has ended
             if plan.own and job.is_first(rank, passes):
                 world.one_has_a_step()
@@ -329,7 +335,7 @@ class Trainer:
                 if not world.was_rolled_back:
                     raise RlbufferError(f"the ranks hold different steps {step.number}")
                 steps.close()  # type: ignore[attr-defined]
-                steps, pulls = reader.steps(step.number), pulls + 1
+                steps, pulls = reader.steps(step.number, until=until), pulls + 1
                 continue
             self._check(job, rank, step)
             world.scheduler.wait(plan.train_seconds)
@@ -337,23 +343,47 @@ class Trainer:
             if len(set(digests)) > 1 and job is self.job:
                 world.invariants.fail("I14", f"the ranks exchange gradients of different steps {step.number}")
             passes += 1
-            if rank == 0:
-                reader.announce(PolicyVersion(version=step.number, checksum=step.digest))
-                for adapter, progress in step.adapters.items():
-                    if adapter and progress.ready_to_update:
-                        job.adapters[adapter] = progress.step
-                        reader.announce(PolicyVersion(version=progress.step, adapter=adapter))
-            if rank == 0 and world.ends_untold(step.number):
-                world.scheduler.kill(process)
-                raise Killed
-            reader.trained(step)
-            if rank == 0:
-                self.trained = max(self.trained, step.number)
-                job.at = step.number
-                if plan.spread:  # an odd world in any case: what happens in the others stays as it was
-                    store.add_record({"step": step.number})
-                if step.number % plan.checkpoint_every == 0 or step.header.checkpoint_now:
-                    self._checkpoint(reader, step.number)
+            self._arrived(way)
+            if rank:
+                reader.trained(step)
+                continue
+            publish = partial(self._publish, job, process, reader, store, step)
+            if plan.beside and world.beside_dice.random() < BESIDE:
+                reader.postpones(step)
+                seconds = plan.train_seconds * world.beside_dice.uniform(0.0, 2.0)
+                task = world.scheduler.spawn(process, partial(self._publish_late, seconds, publish))
+                way.append(Future(world.scheduler, task))
+            else:
+                publish()
+            if step.number % plan.checkpoint_every == 0 or step.header.checkpoint_now:
+                self._arrived(way)
+                self._checkpoint(reader, step.number)
+
+    def _publish_late(self, seconds: float, publish: Callable[[], None]) -> None:
+        self.world.scheduler.wait(seconds)
+        publish()
+
+    def _arrived(self, way: list[Future]) -> None:
+        """Waits for the version that is on its way."""
+        while way:
+            way.pop().result()
+
+    def _publish(self, job: Job, process: Process, reader: Reader, store: TrainerStore, step: Step) -> None:
+        """Announces the version of a step, and then acknowledges the step."""
+        world = self.world
+        reader.announce(PolicyVersion(version=step.number, checksum=step.digest))
+        for adapter, progress in step.adapters.items():
+            if adapter and progress.ready_to_update:
+                job.adapters[adapter] = progress.step
+                reader.announce(PolicyVersion(version=progress.step, adapter=adapter))
+        if world.ends_untold(step.number):
+            world.scheduler.kill(process)
+            raise Killed
+        reader.trained(step)
+        self.trained = max(self.trained, step.number)
+        job.at = step.number
+        if world.plan.spread:  # an odd world in any case: what happens in the others stays as it was
+            store.add_record({"step": step.number})
 
     def _check(self, job: Job, rank: int, step: Step) -> None:
         invariants = self.world.invariants

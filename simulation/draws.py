@@ -105,6 +105,8 @@ PROCESSES: Mapping[str, tuple[Any, ...]] = {
 CHANCES = {"tickets": 0.6, "operator": 0.3, "reset": 0.1, "full": 0.15}
 SPREAD = 0.15
 """Share of the seeds whose payloads lie on shards of their own."""
+BESIDE_SEEDS = 0.5
+"""Share of seeds whose trainer publishes while it trains the next step."""
 OWN_LOOPS = 0.25
 """Share of the seeds whose trainer is a loop of somebody's own, with two ranks."""
 OWN_LOSSES = 0.5
@@ -176,6 +178,7 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     if mutation is None and gateways.random() < GATEWAYS and values["tickets"]:
         values |= {"gateways": gateways.choice((1, 2, 2)), "agents": gateways.choice((1, 2, 3))}
     values["own"] = own
+    values["beside"] = mutation is None and not own and random.Random(f"beside {seed}").random() < BESIDE_SEEDS
     if own:
         values["world_sizes"] = (2,)
     values["stream"] = (

@@ -129,6 +129,8 @@ class Plan:
     own: bool = field(default=False)
     """The trainer's loop is somebody's own: the ranks compare nothing before they exchange gradients. What the server
     loses, it loses while one rank has a step and another has not."""
+    beside: bool = field(default=False)
+    """Versions are on their way while the next step trains, which is acknowledged behind them."""
     gateways: int = field(default=0)
     """Processes of gateways, each of which serves every agent."""
     agents: int = field(default=0)

@@ -168,6 +168,10 @@ class Future:
     def cancel(self) -> bool:
         return False  # as of a future that runs already
 
+    def has_failed(self) -> bool:
+        """It is done, and its result is an error."""
+        return self._task.is_done and self._task.error is not None
+
     def result(self, timeout: float | None = None) -> Any:
         if not self._scheduler.join(self._task, timeout):
             raise TimeoutError

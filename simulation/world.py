@@ -83,6 +83,7 @@ class World:
         self._keep_all = keep_log > LAST_EVENTS
         self.dice = random.Random(f"run {plan.seed}")
         self.rare_dice = random.Random(f"rare {plan.seed}")
+        self.beside_dice = random.Random(f"versions beside steps {plan.seed}")
         """For what is so rare that the other draws of a seed shall stay what they are."""
         self.scheduler = Scheduler()
         self.clock_ahead = 0.0

@@ -105,6 +105,8 @@ class Progress:
         """The last step is made; every report says so."""
         self._taken = NONE_TAKEN
         """The step that the loop was given last, or is about to be given."""
+        self._postponed = NONE_TAKEN
+        """A step that is trained, and acknowledged later; in hand until then, whatever becomes of those after it."""
         self.held: tuple[TrainedStep, ...] = ()
         """Steps that a stream's trainer was given and has not acknowledged yet, besides that one or with it."""
 
@@ -128,7 +130,7 @@ class Progress:
         is_here = self.report() is ReportStatus.OK
         # A server that went away meanwhile may have told the other ranks of it before.
         is_told = is_here or self._store.losses() != losses
-        self._taken = replace(taken, is_sure=True) if is_told else NONE_TAKEN
+        self._taken = replace(taken, is_sure=True) if is_told else self._owed()
         if is_told and not is_here:
             self.report()
         return is_told
@@ -146,7 +148,21 @@ class Progress:
 
     def lets_go(self) -> None:
         """The step that it had taken is not trained: it asks again, for it or another one."""
-        self._taken = NONE_TAKEN
+        self._taken = self._owed()
+
+    def postpones(self, step: int, digest: str) -> None:
+        """The step that it had taken is trained, and acknowledged later. -> :meth:`trained`"""
+        taken = self._taken
+        is_taken = taken.hand == Hand(step, digest)
+        self._postponed = taken if is_taken else Taken(hand=Hand(step, digest), server=self._store.server_id())
+
+    def is_postponed(self, step: int) -> bool:
+        """It is trained, and not acknowledged yet."""
+        return self._owed().hand.step == step
+
+    def _owed(self) -> Taken:
+        """The step that is trained, and not acknowledged yet."""
+        return self._postponed if self._postponed.hand.step > self.place.step else NONE_TAKEN
 
     def trained(self, *steps: TrainedStep, epoch: int) -> None:
         """Acknowledges steps, one after the other. Raises as :meth:`report`."""
@@ -274,9 +290,7 @@ class Progress:
             "checkpoint": self.checkpoint,
             "newest": 0 if self._announces else self._newest,
             "unused": [step for step in place.steps if step.unused and step.step > self._told],
-            # Another server may not have the step that is being trained. Until its word on that, nothing is committed
-            # there, and what was sampled from it, should this trainer end, is of a line that is given up.
-            "server": taken.server if taken.hand.step > place.step else "",
+            "server": self._server_of(taken, place.step),
             "hand": taken.hand,
             "takes": not taken.is_sure,
             "finished": self.is_finished,
@@ -300,6 +314,18 @@ class Progress:
                 self._store.announce(self.attempt, version)
             self._losses = losses
         return status
+
+    def _server_of(self, taken: Taken, trained: int) -> str:
+        """Which server has what is in hand; "" where nothing is.
+
+        Another one may not have it. Until the trainer's word on that, nothing is committed there, and what was sampled
+        from it, should this trainer end, is of a line that is given up. A step that is taken behind one that is not
+        acknowledged yet says where both are once it is sure.
+        """
+        postponed = self._postponed
+        if postponed.hand.step > trained and not (taken.is_sure and taken.hand.digest):
+            return postponed.server
+        return taken.server if taken.hand.step > trained else ""
 
     def _has_moved(self, taken: Taken) -> bool:
         """This server has what a stream's trainer holds. -> True where that was another one's.

@@ -241,7 +241,7 @@ class Reader:
             return
         for step in self.given(number, until=until):
             yield step
-            if step.number > self._progress.place.step:
+            if step.number > self._progress.place.step and not self._progress.is_postponed(step.number):
                 self.trained(step)
             if step.number == last:
                 return
@@ -333,6 +333,17 @@ class Reader:
             raise NotFound(f"run {self._store.run!r} has no step {step}: the last committed one is {last}.")
         place = remembered(header.step, header.digest, header.group_ids, header.envs)
         self._refusals.told_later(lambda: self._progress.trained(place, epoch=header.epoch))
+
+    def postpones(self, step: Step) -> None:
+        """Says that `step` is trained, and that :meth:`trained` follows later: asking for the next step does not
+        acknowledge it. Steps are acknowledged in their order.
+
+        For a trainer whose version of the step is still being written: what it has acknowledged is announced. The
+        step stays in hand meanwhile, beside the next one, should the server lose it.
+        """
+        if not isinstance(step, Step):
+            raise InvalidArgument(f"postpones: expected a Step, got {shown(step)}")
+        self._progress.postpones(step.number, step.digest)
 
     def acknowledge(self, steps: Sequence[TrainedStep], *, epoch: int) -> None:
         """Acknowledges several steps as trained, as :meth:`trained` does one. Of a stream."""

@@ -155,6 +155,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "checkpointed: negative": (lambda c: c.reader.checkpointed(-1), "-1"),
     "checkpointed: oldest": (lambda c: c.reader.checkpointed(0, oldest_kept="one"), "one"),
     "announce: no version": (lambda c: c.reader.announce(3), "3"),
+    "postpones: a number": (lambda c: c.reader.postpones(3), "3"),
     "still_there: a number": (lambda c: c.reader.still_there(3), "3"),
     "add_record: text": (lambda c: c.reader.add_record("loss"), "loss"),
     "add_record: a value": (lambda c: c.reader.add_record({"step": 1, "model": object()}), "object"),

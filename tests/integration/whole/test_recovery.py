@@ -152,6 +152,50 @@ def test_nothing_is_committed_before_the_trainer_has_spoken(run: Run, monkeypatc
     loop.close()
 
 
+@pytest.mark.parametrize("asks_again", [False, True])
+def test_a_step_whose_version_is_on_its_way_is_in_hand_when_the_server_loses_it_and_the_next_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, asks_again: bool
+) -> None:
+    """It is trained, and acknowledged later. No other step 1 is made meanwhile, whatever becomes of step 2."""
+    servers_so_far = Viewer.server_id
+    writer = Writer(run.again(), "w", epoch=run.meta.epoch)
+    reader = Reader(run.again(), rank=0, world_size=1, timeout_seconds=20)
+    reader.start(0)
+    reader.announce(PolicyVersion(version=0))
+    saved = Saved(run)
+    loop = Loop(run.again())
+    for i in range(4):
+        writer.push(make_group(env="a", size=2, version=0, group_id=f"a.{i}", seed=i))
+    steps = reader.steps()
+    first = next(steps)
+    reader.postpones(first)
+    if asks_again:  # the ranks held different steps 2
+        next(steps)
+        steps.close()
+    loop.close()
+    saved.put_back()
+    monkeypatch.setattr(Viewer, "server_id", lambda store: f"after a failover from {servers_so_far(store)}")
+    for i in range(4, 8):
+        writer.push(make_group(env="a", size=2, version=0, group_id=f"a.{i}", seed=i))
+    loop = Loop(run.again())
+    loop.wait_for("ready")
+    pulled: list[Any] = []
+    asked = reader.steps(2) if asks_again else steps
+    waiting = threading.Thread(target=lambda: pulled.append(next(asked)))
+    waiting.start()
+    time.sleep(2.5)  # two reports of the trainer, which the new leader hears
+    assert (run.store.meta().step, reader.step) == (0, 0)
+    reader.trained(first)
+    assert loop.wait_for("recovery").step == 1
+    waiting.join(timeout=20)
+    assert [step.number for step in pulled] == [2]
+    assert not set(pulled[0].header.group_ids) & set(first.header.group_ids)
+    assert run.store.verify().findings == ()
+    asked.close()
+    reader.close()
+    loop.close()
+
+
 def test_a_step_that_one_rank_has_and_the_server_lost_is_let_go_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits for it, rank 0 for rank 1, and the batcher for the trainer's word on what it trains."""
     servers_so_far = Viewer.server_id
