@@ -26,7 +26,7 @@ _KINDS: Mapping[type, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """A step that was trained, published and acknowledged. A field at its default was not measured.
+    """A step that was trained. A field at its default was not measured.
 
     Units: nats, seconds, bytes, policy versions (ages), fractions from 0 to 1.
     """
@@ -136,6 +136,14 @@ class StepRecord:
         Metric("train_rank_wait_seconds", "gauge", "Waited for data and other ranks.", ("rank",), item="wait"),
     )
     """Of each rank: tokens; seconds of wait, forward, backward, and exchange: the last backward pass, with waiting."""
+    published: int = metric("train_published_version", "gauge", "Newest version that was announced by then.", -1)
+    publish_seconds: Mapping[str, float] = metric(
+        "train_publish_seconds",
+        "gauge",
+        "What its stages took: gather, in which training stands still; write, hash, delta, flush, announce beside it.",
+        dict,
+        labels="stage",
+    )
     # -- which step it was
     world_size: int = 0
     resumed_from: int = 0

@@ -101,7 +101,7 @@ class FakeRun:
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Nobody asks."""
 
-    add_record = finished = checkpointed = waits = close = _nothing
+    add_record = finished = checkpointed = waits = postpones = close = _nothing
 
     def _groups(self, number: int) -> Iterator[PackItem]:
         """The rollouts of a step, group by group, each with what it is worth."""

@@ -1,6 +1,8 @@
 """The training loop of one rank, in one function: read it from top to bottom.
 
-    pull -> agree -> updates -> publish -> acknowledge -> report -> checkpoint
+    pull -> agree -> updates -> publish -> report -> checkpoint
+                                  |
+                                  '- rank 0, beside the next step: write -> announce -> acknowledge
 
 A crash anywhere in between loses nothing: until the checkpoint that contains it is written, a step can be pulled and
 trained again with the same bytes; what was announced before is not announced again.
@@ -15,7 +17,7 @@ from rlbuffer.config.schedules import learning_rate_at, planned_updates
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.signals import StopRequest
 from rlbuffer.trainer.checkpoints.resuming import checkpoint, resume
-from rlbuffer.trainer.publishing import publish, publish_if_due
+from rlbuffer.trainer.publishing import Publishing
 from rlbuffer.trainer.pulls import Pulls
 from rlbuffer.trainer.reports.debug_samples import show_samples
 from rlbuffer.trainer.reports.reports import Reports
@@ -50,6 +52,7 @@ def train(
     trainer = settings.trainer
     with (
         open_session(settings, rank=rank, world_size=world_size, stop=stop, fake_data=fake_data) as session,
+        Publishing(session) as publishing,
         Reports(session) as reports,
     ):
         place = resume(session, warn=reports.warn)
@@ -62,9 +65,10 @@ def train(
         session.when_there_is_room(session.write_pids)
         session.ranks.barrier()  # rank 0 has registered the attempt: the others' reports are not fenced by an older one
         # After a resume samplers have this version, or a newer one, unless the server lost what was newer.
-        publish(session, place.step)
+        publishing.publish(place.step)
+        publishing.settle()  # nothing is sampled before it is there
 
-        pulls = Pulls(session)
+        pulls = Pulls(session, publishing)
         watch = Stopwatch()
         while place.step < trainer.steps:
             with watch.measure("wait"):
@@ -103,22 +107,24 @@ def train(
             place.step = step.number
 
             with watch.measure("publish"):
-                publish_if_due(session, step)
-                session.reader.trained(step)
-            reports.step(step, tally, watch, place)
+                publishing.after_step(step)
+            reports.step(step, tally, watch, place, publishing.newest)
 
             watch = Stopwatch()  # what follows belongs to the next step's time
             if step.number % trainer.checkpoint.every == 0 or step.header.checkpoint_now:
                 with watch.measure("checkpoint"):
+                    publishing.settle()  # the reader's place is part of it
                     reports.written()
                     reports.checkpoint(place, checkpoint(session, place))
 
         pulls.close()
+        publishing.settle()
         reports.written()
         if place.step > place.checkpointed:
             reports.checkpoint(place, checkpoint(session, place))
         if pulls.has_ended:
-            publish(session, place.step)  # data may end between two of `publish.every`
+            publishing.publish(place.step)  # data may end between two of `publish.every`
+            publishing.settle()
         finished = place.step >= trainer.steps or pulls.has_ended
         if finished:
             session.reader.finished()

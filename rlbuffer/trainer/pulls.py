@@ -7,6 +7,7 @@ from functools import partial
 
 from rlbuffer.errors import RlbufferError, StepDamaged
 from rlbuffer.records.micro_batch import Step
+from rlbuffer.trainer.publishing import Publishing
 from rlbuffer.trainer.ranks.agreement import Agreement, Verdict, agree
 from rlbuffer.trainer.session import TrainerSession
 
@@ -20,10 +21,13 @@ payloads from the first damaged one on, so no producer alone gets that far: the 
 
 
 class Pulls:
-    """The steps of one rank, one after the other. While one trains, the reader pulls and assembles the next."""
+    """The steps of one rank, one after the other. While one trains, the reader pulls and assembles the next.
 
-    def __init__(self, session: TrainerSession) -> None:
-        self._session = session
+    The next one may wait for the version that is on its way: where `publishing` cannot bring it, nothing is waited for.
+    """
+
+    def __init__(self, session: TrainerSession, publishing: Publishing) -> None:
+        self._session, self._publishing = session, publishing
         self._steps: Iterator[Step] | None = None
         self.has_ended = False
         """All ranks have seen that the run has ended."""
@@ -37,6 +41,7 @@ class Pulls:
         Raises:
             RlbufferError: this rank got none, or the ranks never hold the same. RankFailed: another rank got none.
             StepDamaged: too much of too many steps in a row is damaged; on all ranks alike.
+            WeightsError: the version that is on its way cannot be written.
             Further errors: see `Reader.steps`, `agree`.
         """
         for _ in range(MAX_PULLS):
@@ -79,12 +84,14 @@ class Pulls:
         session.stalls.pulling(number)
         try:
             if self._steps is None:
-                self._steps = session.reader.steps(number, until=lambda: session.stop.is_set)
+                self._steps = session.reader.steps(number, until=lambda: session.stop.is_set or self._publishing.look())
             step = None if session.stop.is_set else next(self._steps, None)
             if step is None and not session.stop.is_set and not session.reader.has_ended:
                 failure = RlbufferError("the reader ended without a step")
         except RlbufferError as error:
             failure = error
+        if step is None:
+            self._publishing.check()  # before any exchange: the others wait for a step that waits for this version
         if step is not None and step.number != number:
             failure = RlbufferError(f"the reader gave step {step.number}, expected was {number}")
         session.stalls.has(number)

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import WeightsError
 from rlbuffer.process.files import flush, readable_as_others, rename_for_good, sha256_of
+from rlbuffer.process.stages import Stages
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.companions import put_beside
 from rlbuffer.weights.fit import require_adapter
@@ -62,6 +63,7 @@ def publish(
     keep: int,
     beside: Mapping[str, Path] = NO_FILES,
     with_delta: bool = False,
+    took: Stages | None = None,
 ) -> PolicyVersion:
     """Writes a policy version and removes old ones.
 
@@ -73,6 +75,7 @@ def publish(
         config: the Hugging Face config, JSON types.
         beside: what else makes it a model, as :func:`rlbuffer.weights.companions.companions` finds it.
         with_delta: the change since the newest older version is written, too, for who downloads versions.
+        took: is told what the stages took: ``write``, ``hash``, ``delta`` and ``flush``.
 
     Raises:
         ValueError: `version` is negative or `keep` below 1.
@@ -89,6 +92,7 @@ def publish(
         beside=beside,
         since=_newest_before(directory, version) if with_delta else None,
         then=lambda: _prune(directory, version, keep),
+        took=took,
     )
 
 
@@ -118,10 +122,12 @@ def publish_adapter(
     base: PolicyVersion,
     keep: int,
     beside: Mapping[str, Path] = NO_FILES,
+    took: Stages | None = None,
 ) -> PolicyVersion:
     """Writes one version of a LoRA adapter in PEFT's layout, beside it where its base model is; removes old ones.
 
-    ``base.json`` has the base model's location, size and checksum, as an announcement would.
+    ``base.json`` has the base model's location, size and checksum, as an announcement would. `took` as in
+    :func:`publish`.
 
     Raises:
         WeightsError: the tensors are no LoRA adapter of this config, or not finite; the filesystem refused.
@@ -136,6 +142,7 @@ def publish_adapter(
         weights_file=ADAPTER_FILE,
         beside=beside,
         then=lambda: _prune(directory, version, keep),
+        took=took,
     )
 
 
@@ -149,38 +156,44 @@ def _write(
     beside: Mapping[str, Path],
     since: Path | None = None,
     then: Callable[[], None] = lambda: None,
+    took: Stages | None = None,
 ) -> PolicyVersion:
     """Writes tensors and JSON documents under a temporary name, flushes them and renames the directory.
 
     `version` None: the base of adapters. `since`: the version that a delta is made to.
     """
+    took = took or Stages()
     prefix = "base" if version is None else f"v{version:08d}"
     temporary = directory / f"{TEMPORARY}{prefix}-{uuid.uuid4().hex}"
     try:
         _sweep(directory)  # before: what a publisher that died has left may be the room that this one needs
         temporary.mkdir(parents=True)
         weights = temporary / weights_file
-        tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in unaliased(state).items()}
-        save_file(tensors, weights, metadata={"format": "pt"})
-        readable_as_others(weights)
-        for name, values in documents.items():
-            (temporary / name).write_text(json.dumps(dict(values), indent=2, sort_keys=True) + "\n", "utf-8")
-        put_beside(temporary, beside, among=directory)
-        size, checksum = weights.stat().st_size, sha256_of(weights)
+        with took.measure("write"):
+            tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in unaliased(state).items()}
+            save_file(tensors, weights, metadata={"format": "pt"})
+            readable_as_others(weights)
+            for name, values in documents.items():
+                (temporary / name).write_text(json.dumps(dict(values), indent=2, sort_keys=True) + "\n", "utf-8")
+            put_beside(temporary, beside, among=directory)
+        with took.measure("hash"):
+            size, checksum = weights.stat().st_size, sha256_of(weights)
         written = [weights, *(temporary / name for name in documents)]
-        if since is not None and _write_delta(since, temporary):
-            written.append(temporary / DELTA_FILE)
-        files = listed(temporary, {weights_file: checksum})
-        if since is not None:
-            files = [replace(file, base=since.name) if file.name == DELTA_FILE else file for file in files]
-        write_list(temporary, files)
-        for path in (*written, temporary):
-            flush(path)
-        final = directory / f"{prefix}-{checksum[:12]}"
-        if final.is_dir():
-            shutil.rmtree(temporary)
-        else:
-            rename_for_good(temporary, final)
+        with took.measure("delta"):
+            if since is not None and _write_delta(since, temporary):
+                written.append(temporary / DELTA_FILE)
+        with took.measure("flush"):
+            files = listed(temporary, {weights_file: checksum})
+            if since is not None:
+                files = [replace(file, base=since.name) if file.name == DELTA_FILE else file for file in files]
+            write_list(temporary, files)
+            for path in (*written, temporary):
+                flush(path)
+            final = directory / f"{prefix}-{checksum[:12]}"
+            if final.is_dir():
+                shutil.rmtree(temporary)
+            else:
+                rename_for_good(temporary, final)
         then()
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)

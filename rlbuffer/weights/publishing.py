@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -37,34 +36,25 @@ def weights_folder(settings: RunSettings) -> Path:
     return settings.output_dir / "weights"
 
 
-def announce_once(
-    policy: Announcements,
-    settings: RunSettings,
-    version: int,
-    *,
-    ranks: Ranks,
-    is_sharded: bool,
-    write: Callable[[], PolicyVersion | None],
-    unless: int | None = None,
-) -> bool:
-    """Rank 0 writes and announces a version, unless samplers have it (or version `unless`), or a newer one.
+def is_due(policy: Announcements, version: int, *, ranks: Ranks, is_sharded: bool, unless: int | None = None) -> bool:
+    """Samplers have neither `version` (or version `unless`) nor a newer one. Rank 0 knows it; the others say no.
 
-    A version that was announced without weights is one that samplers do not have. -> whether rank 0 announced it.
+    A version that was announced without weights is one that samplers do not have.
 
     Args:
-        is_sharded: every rank holds a part of what rank 0 writes, so all of them call this, and `write`.
+        is_sharded: every rank holds a part of what rank 0 writes, so all of them call this and hear what rank 0 knows.
     """
-    is_due = False
+    due = False
     if ranks.rank == 0:
         current, needed = policy.current(), version if unless is None else unless
-        is_due = current.version < needed or (current.version == needed and not current.location)
-    if is_sharded:
-        is_due = bool(ranks.first(int(is_due)))
-    written = write() if is_due else None
-    if written is None:
-        return False
+        due = current.version < needed or (current.version == needed and not current.location)
+    return bool(ranks.first(int(due))) if is_sharded else due
+
+
+def announce(policy: Announcements, settings: RunSettings, written: PolicyVersion) -> bool:
+    """Says that a version which was written can be sampled from. -> False: an equal or newer one is announced."""
     location = announced(settings, written.location)
-    return policy.announce(version, location=location, size=written.size, checksum=written.checksum)
+    return policy.announce(written.version, location=location, size=written.size, checksum=written.checksum)
 
 
 def publish_model(
@@ -82,40 +72,22 @@ def publish_model(
     """Publishes the model's weights, unwrapped, as :meth:`rlbuffer.client.buffer.Policy.publish` does."""
     if tokenizer is not None and not tokenizer.expanduser().is_dir():
         raise WeightsError(f"tokenizer = {str(tokenizer)!r} is no directory: tokenizer.save_pretrained(DIR) makes one")
-    return announce_once(
-        policy,
-        settings,
-        version,
-        ranks=Ranks(rank, world_size, next(model.parameters()).device),
-        is_sharded=is_sharded(model),
-        write=lambda: _write_model(
-            model,
-            version,
-            folder=weights_folder(settings) if folder is None else folder.expanduser(),
-            keep=kept_versions(settings) if keep is None else keep,
-            is_first=rank == 0,
-            beside=companions(origin_of(model) or settings.model.path, tokenizer or ""),
-            with_delta=bool(settings.weights.url),
-        ),
-    )
-
-
-def _write_model(
-    model: PreTrainedModel,
-    version: int,
-    *,
-    folder: Path,
-    keep: int,
-    is_first: bool,
-    beside: Mapping[str, Path],
-    with_delta: bool,
-) -> PolicyVersion | None:
+    ranks = Ranks(rank, world_size, next(model.parameters()).device)
+    if not is_due(policy, version, ranks=ranks, is_sharded=is_sharded(model)):
+        return False
     state = model_state(model)
-    if not is_first:
-        return None
-    return publish(
-        folder, version, state=state, config=config_of(model), keep=keep, beside=beside, with_delta=with_delta
+    if rank:
+        return False
+    written = publish(
+        weights_folder(settings) if folder is None else folder.expanduser(),
+        version,
+        state=state,
+        config=config_of(model),
+        keep=kept_versions(settings) if keep is None else keep,
+        beside=companions(origin_of(model) or settings.model.path, tokenizer or ""),
+        with_delta=bool(settings.weights.url),
     )
+    return announce(policy, settings, written)
 
 
 def origin_of(model: PreTrainedModel) -> Path | None:

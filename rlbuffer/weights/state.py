@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,6 +61,33 @@ def model_state(
         # To the CPU one by one: a GPU that trains has no room for all of them once more, nor for experts in pieces.
         kept = {name: t.to("cpu", dtype if dtype and t.is_floating_point() else t.dtype) for name, t in kept.items()}
     return kept if only_trained else _as_published(model, kept)
+
+
+def detached(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """`state` on the CPU, in memory that is not the module's: its next step changes nothing here.
+
+    ``Tensor.to("cpu", dtype)`` gives the parameter itself where it is on the CPU in this dtype, and a gather of one
+    rank's parts may. What shares memory among `state`, as tied tensors do, still does.
+    """
+    parameters = (*module.parameters(), *module.buffers())
+    own = {_place(p.to_local() if isinstance(p, DTensor) else p) for p in parameters}
+    copies: dict[int, torch.UntypedStorage] = {}
+    out = {}
+    for name, tensor in state.items():
+        here = tensor.detach().to("cpu")
+        place = _place(here)
+        if place in own:
+            if place not in copies:
+                copies[place] = here.untyped_storage().clone()  # type: ignore[no-untyped-call]
+            where = here.storage_offset(), here.size(), here.stride()
+            here = torch.empty(0, dtype=here.dtype).set_(copies[place], *where)
+        out[name] = here
+    return out
+
+
+def _place(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _as_published(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:

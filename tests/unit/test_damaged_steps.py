@@ -14,7 +14,8 @@ from rlbuffer.trainer.pulls import MOST_DAMAGED_STEPS, Pulls
 
 def pulls(*, lookahead: int = 1) -> Pulls:
     session: Any = SimpleNamespace(settings=SimpleNamespace(batcher=SimpleNamespace(lookahead=lookahead)))
-    return Pulls(session)
+    publishing: Any = None  # counting asks for no step
+    return Pulls(session, publishing)
 
 
 def count(into: Pulls, damaged: int, *, step: int = 1) -> None:

@@ -40,6 +40,35 @@ class SaysWhy(Protocol):
         """From now on."""
 
 
+class NoRoom:
+    """Says of a rank that something waits to be written: in its log at once and each minute, in its heartbeat."""
+
+    def __init__(self, folder: Path, reader: SaysWhy | None = None) -> None:
+        self._folder, self._reader = folder, reader
+        self._lasting = Lasting()
+        self.waiting: Waiting | None = None
+        """What was said last; None before, and where there was room again."""
+
+    def since(self, refused: OSError | RlbufferError) -> None:
+        """The disk has refused with this error."""
+        self.waiting = waiting = Waiting(kind=Wait.DISK, detail=state_of(self._folder, lack_of_room(refused)))
+        if self._lasting.is_due(Wait.DISK, time.monotonic()):
+            _log.warning("%s", waiting, extra=fields("waiting", **waiting.record(), sentence=str(waiting)))
+        if self._reader is not None:
+            self._reader.waits(waiting)
+
+    def is_over(self) -> None:
+        """It is tried again: the heartbeat says nothing of it."""
+        if self._reader is not None:
+            self._reader.waits(None)
+
+    def goes_on(self) -> None:
+        """There was room."""
+        self.waiting = None
+        path = self._folder
+        _log.info("there is room in %s again: training goes on", path, extra=fields("room", path=str(path)))
+
+
 def when_there_is_room(
     write: Callable[[], T], *, folder: Path, ranks: Ranks, stop: StopRequest, reader: SaysWhy | None = None
 ) -> T:
@@ -50,7 +79,7 @@ def when_there_is_room(
     Raises:
         RlbufferError: asked to stop while there was no room here. Else what `write` raises.
     """
-    lasting, pause, has_waited = Lasting(), 1, False
+    said, pause, has_waited = NoRoom(folder, reader), 1, False
     while True:
         refused: OSError | RlbufferError | None = None
         try:
@@ -61,25 +90,20 @@ def when_there_is_room(
             refused = error
         lacking, stops = _any(ranks, refused is not None, stop.is_set)
         if refused is not None:
-            waiting = Waiting(kind=Wait.DISK, detail=state_of(folder, lack_of_room(refused)))
-            if lasting.is_due(Wait.DISK, time.monotonic()):
-                _log.warning("%s", waiting, extra=fields("waiting", **waiting.record(), sentence=str(waiting)))
-            if reader is not None:
-                reader.waits(waiting)
+            said.since(refused)
         elif not lacking:
             if has_waited and ranks.rank == 0:
-                _log.info("there is room in %s again: training goes on", folder, extra=fields("room", path=str(folder)))
+                said.goes_on()
             return given
         for _ in range(pause):
             if stops:
                 break
             time.sleep(LOOK_SECONDS)
             _, stops = _any(ranks, False, stop.is_set)
-        if reader is not None:
-            reader.waits(None)
+        said.is_over()
         if stops:
             if refused is not None:
-                raise RlbufferError(f"asked to stop while something waited to be written: {waiting}") from refused
+                raise RlbufferError(f"asked to stop while something waited to be written: {said.waiting}") from refused
             return given
         has_waited, pause = True, min(2 * pause, LONGEST_PAUSE)
 

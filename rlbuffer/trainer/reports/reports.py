@@ -24,12 +24,13 @@ from rlbuffer.state.text import plural
 from rlbuffer.state.trained import RECENT_STEPS, example_lines, masked_words, nothing_left, waited
 from rlbuffer.trainer.checkpoints.resuming import Place
 from rlbuffer.trainer.fake import FakeRun
+from rlbuffer.trainer.publishing import Published
 from rlbuffer.trainer.ranks.parallel import digest_parameters
 from rlbuffer.trainer.reports.examples import examples_of, text_decoder
 from rlbuffer.trainer.reports.mfu import Utilization
 from rlbuffer.trainer.reports.outlet import CLOSE_SECONDS, Outlet
 from rlbuffer.trainer.reports.sinks import MetricsFile, finite, sinks_of
-from rlbuffer.trainer.reports.tally import Tally
+from rlbuffer.trainer.reports.tally import Tally, rounded
 from rlbuffer.trainer.session import TrainerSession
 from rlbuffer.trainer.update.stopwatch import Stopwatch
 
@@ -107,8 +108,11 @@ class Reports:
         if session.policy.no_replay:
             self.warn(f"the model's router chooses again, whatever rollouts record: {session.policy.no_replay}")
 
-    def step(self, step: Step, tally: Tally, watch: Stopwatch, place: Place) -> None:
-        """A step was trained, published and acknowledged. All ranks call it.
+    def step(
+        self, step: Step, tally: Tally, watch: Stopwatch, place: Place, published: Published | None = None
+    ) -> None:
+        """A step was trained, and its version is on its way. All ranks call it; `published`: the newest one that is
+        announced, on rank 0.
 
         Raises:
             RlbufferError: the ranks' parameters differ (only where ``check_ranks`` is set).
@@ -121,6 +125,8 @@ class Reports:
             slow_side=slow.text if slow.is_long else "",
             resumed_from=place.resumed_from,
             checkpointed=place.checkpointed,
+            published=-1 if published is None else published.version,
+            publish_seconds=rounded({} if published is None else published.seconds),
             buffer=self._buffer_record(),
             examples=self._examples(step),
             **self._proofs(step),

@@ -102,7 +102,7 @@ class Tally:
             mfu=utilization.share(sums["tokens"], squares, total * self._ranks.world_size),
             memory_bytes=max(part["memory_bytes"] for part in parts),
             wait=round(watch.seconds.get("wait", 0.0) / total, 6),
-            seconds={part: round(value, 6) for part, value in {**watch.seconds, "total": total}.items()},
+            seconds=rounded({**watch.seconds, "total": total}),
             ranks=[part["rank"] for part in parts],
             world_size=self._ranks.world_size,
         )
@@ -159,7 +159,7 @@ class Tally:
             "slots": sum(micro_batch.length for micro_batch in self._step),
             "ratios": self.ratios.counts(),
             "memory_bytes": memory_bytes(self._ranks.device),
-            "rank": {"tokens": tokens, **{part: round(value, 6) for part, value in seconds.items()}},
+            "rank": {"tokens": tokens, **rounded(seconds)},
         }
 
 
@@ -167,6 +167,11 @@ def _shares_of(counts: Mapping[str, float]) -> dict[str, float]:
     """The counts over their sum; nothing where nothing was counted."""
     total = sum(counts.values())
     return {name: count / total for name, count in counts.items()} if total else {}
+
+
+def rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by part as a record has them: to the microsecond."""
+    return {part: round(value, 6) for part, value in seconds.items()}
 
 
 def _added(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from rlbuffer.process.stages import Stages
+
 
 class Stopwatch:
     """Seconds per part of a step, and in all since it was made.
@@ -19,7 +21,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._is_cuda = device is not None and device.type == "cuda"
-        self._seconds: dict[str, float] = {}
+        self._stages = Stages()
         self._events: list[tuple[str, Any, Any]] = []
         self._began = time.perf_counter()
 
@@ -31,11 +33,12 @@ class Stopwatch:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by part."""
+        seconds = self._stages.seconds
         for part, begin, end in self._events:
             end.synchronize()
-            self._seconds[part] = self._seconds.get(part, 0.0) + begin.elapsed_time(end) / 1000
+            seconds[part] = seconds.get(part, 0.0) + begin.elapsed_time(end) / 1000
         self._events.clear()
-        return self._seconds
+        return seconds
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -48,8 +51,5 @@ class Stopwatch:
             end.record()
             self._events.append((part, begin, end))
             return
-        start = time.perf_counter()
-        try:
+        with self._stages.measure(part):
             yield
-        finally:
-            self._seconds[part] = self._seconds.get(part, 0.0) + time.perf_counter() - start

@@ -84,7 +84,8 @@ def pulls(steps: list[Any], ranks: Any = ALONE) -> Pulls:
     }
     for name, value in given.items():
         object.__setattr__(bare, name, value)
-    return Pulls(bare)
+    idle: Any = SimpleNamespace(look=lambda: False, check=lambda: None)
+    return Pulls(bare, idle)
 
 
 @pytest.mark.parametrize("steps", [[], [step(9)]])
