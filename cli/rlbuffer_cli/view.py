@@ -236,6 +236,8 @@ def notes(state: RunState, trained: Sequence[StepRecord] = ()) -> Iterator[Text]
     recent = trained[-RECENT_STEPS:] or ([state.trained] if state.trained is not None else [])
     if recent and any(record.seconds for record in recent):
         yield _note("trainer", _waited(state, recent))
+    if recent and (line := weights_line(state, recent[-1])):
+        yield _note("weights", line)
     if trained and len(trained[-1].ranks) > 1:
         yield _note("ranks", rank_line(trained[-1].ranks))
     reused = state.total.reused
@@ -263,6 +265,29 @@ def evaluations(state: RunState) -> Iterator[Text]:
         yield _note(
             f"eval {env}", f"{mean_of(newest)} at version {newest['version']} ({counts_of(newest)})"
         ).append_text(_trend(values))
+
+
+def weights_line(state: RunState, record: StepRecord) -> str:
+    """What the newest version's way took, which is announced behind the step after its own: written beside that, and
+    fetched and loaded by the slowest worker that samples with it; "" before there is one."""
+    if not record.publish_seconds:
+        return ""
+    beside = sum(seconds for stage, seconds in record.publish_seconds.items() if stage != "gather")
+    parts = [f"{beside:.1f} s to write"]
+    workers = [p for p in state.of_kind("worker") if p.is_alive and p.version == record.published and p.weights_seconds]
+    if workers:
+        slowest = max(workers, key=lambda worker: sum(worker.weights_seconds.values()))
+        took, came = dict(slowest.weights_seconds), sum(slowest.weights_bytes.values())
+        load = took.pop("load", 0.0)
+        if took:
+            parts.append(f"{sum(took.values()):.1f} s to fetch ({_mb(came)} MB of {_mb(slowest.weights_size)})")
+        parts.append(f"{load:.1f} s to load")
+    return f"version {record.published}: {', '.join(parts)}"
+
+
+def _mb(size: int) -> str:
+    """Bytes in MB: ``1.2``, ``269``."""
+    return f"{size / 1e6:,.0f}" if size >= 10e6 else f"{size / 1e6:.1f}"
 
 
 def _note(name: str, text: str) -> Text:

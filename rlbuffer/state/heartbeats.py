@@ -24,7 +24,7 @@ from rlbuffer.records.waiting import (
     Waiting,
     sound,
 )
-from rlbuffer.state.metric import Kind, Metric, metrics
+from rlbuffer.state.metric import Kind, Metric, is_number, metrics
 from rlbuffer.state.text import counted, duration
 
 FRESH_SECONDS = 8.0
@@ -68,6 +68,26 @@ class Process:
     """Since the heartbeat, on the server's clock."""
     env: str = ""
     version: int = metrics(-1, _of("worker_policy_version", "Version that samples; -1 before the first.", "gauge"))
+    weights_seconds: Mapping[str, float] = metrics(
+        dict,
+        _of(
+            "worker_weights_seconds",
+            "What bringing the version that samples took: fetch, apply (making it of a delta), load.",
+            "gauge",
+            labels="stage",
+        ),
+    )
+    weights_bytes: Mapping[str, int] = metrics(
+        dict,
+        _of(
+            "worker_weights_bytes",
+            "What came over the network for it: delta, whole (weights), other (a tokenizer).",
+            "gauge",
+            labels="kind",
+        ),
+    )
+    weights_size: int = 0
+    """Bytes of its weights."""
     step: int = metrics(
         0, Metric("trainer_step", "gauge", "Last step that each rank has trained, by its heartbeat.", ("rank",))
     )
@@ -159,6 +179,8 @@ class Process:
                 "name": name,
                 "seconds_ago": beat["seconds_ago"] if seconds_ago is None else seconds_ago,
                 "failures": counts_of(beat.get("failures")),
+                "weights_seconds": _numbers_of(beat.get("weights_seconds")),
+                "weights_bytes": counts_of(beat.get("weights_bytes")),
                 "open_rollouts": counts_of(beat.get("open_rollouts")),
                 "gives": tuple(map(str, gives)) if isinstance(gives, list) else (),
                 "has_stopped": bool(beat.get("left") or beat.get("stopped")),
@@ -206,6 +228,11 @@ def processes(kind: str, beats: Mapping[str, Beat]) -> tuple[Process, ...]:
 def counts_of(said: Any) -> dict[str, int]:
     """Counts by name that a heartbeat says, such as kind of error -> groups; what is no count is left out."""
     return {str(name): n for name, n in said.items() if type(n) is int} if isinstance(said, Mapping) else {}
+
+
+def _numbers_of(said: Any) -> dict[str, float]:
+    """Numbers by name that a heartbeat says; what is none is left out."""
+    return {str(name): n for name, n in said.items() if is_number(n)} if isinstance(said, Mapping) else {}
 
 
 def batcher_waiting(

@@ -28,6 +28,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, WeightsError, installed_by
 from rlbuffer.process.file_locks import try_lock
 from rlbuffer.process.files import flush, rename_for_good, sha256_of
+from rlbuffer.process.stages import Stages
 from rlbuffer.process.variables import secret
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.layout import (
@@ -100,12 +101,13 @@ class VersionCache:
             stop=stop,
         )
 
-    def localized(self, policy: PolicyVersion) -> PolicyVersion:
+    def localized(self, policy: PolicyVersion, took: Stages | None = None) -> PolicyVersion:
         """The same version with a location on this host's disk; downloads it unless it is there.
 
         The model that an adapter is for comes with it, and lies beside it. A location that is no URL is left as it is.
         The content of an earlier download is not read again here: :func:`rlbuffer.weights.files.open_weights` does
-        that.
+        that. `took` is told the seconds of ``fetch`` and ``apply``, and the bytes that came: ``whole`` weights,
+        ``delta`` and ``other``.
 
         Raises:
             WeightsError: no place has it, or has it right; with every place and its reason.
@@ -127,7 +129,8 @@ class VersionCache:
             with self._lock():
                 if not directory.is_dir():
                     self._prune(name)  # before: what a killed download has left may be the room that this one needs
-                    self._download(directory, [*[self._mirror] * bool(self._mirror), origin], policy)
+                    places = [*[self._mirror] * bool(self._mirror), origin]
+                    self._download(directory, places, policy, took or Stages())
                 now = time.time_ns()  # the kernel's own time of a file moves in ticks of milliseconds
                 os.utime(directory, ns=(now, now))  # most recently used
         except OSError as error:
@@ -136,7 +139,7 @@ class VersionCache:
                 "home"
             ) from error
         if is_adapter(directory):
-            self.localized(base_of(directory))
+            self.localized(base_of(directory), took)
         return replace(policy, location=str(directory.absolute()))
 
     def recheck(self, policy: PolicyVersion) -> None:
@@ -165,7 +168,7 @@ class VersionCache:
         finally:
             os.close(descriptor)
 
-    def _download(self, directory: Path, places: list[str], policy: PolicyVersion) -> None:
+    def _download(self, directory: Path, places: list[str], policy: PolicyVersion, took: Stages) -> None:
         try:
             from rlbuffer.weights.download import fetch_file, fetch_list, make_client
         except ImportError as error:
@@ -184,13 +187,16 @@ class VersionCache:
                 folder.mkdir()
                 place = place.rstrip("/")
                 try:
-                    files = fetch_list(client, f"{place}/{name}", name=name)
+                    with took.measure("fetch"):
+                        files = fetch_list(client, f"{place}/{name}", name=name)
                     self._check(files, policy)
-                    if not self._rebuilt(client, place, files, folder, name):
+                    if not self._rebuilt(client, place, files, folder, name, took):
                         files = tuple(file for file in files if file.name != DELTA_FILE)
                     for file in files:
                         if not (folder / file.name).exists() and not self._linked(file, folder):
-                            fetch_file(client, f"{place}/{name}", file, folder, stopped=self._stop.is_set)
+                            with took.measure("fetch"):
+                                fetch_file(client, f"{place}/{name}", file, folder, stopped=self._stop.is_set)
+                            took.count("other" if weights_among([file]) is None else "whole", file.size)
                 except WeightsError as error:
                     reasons.append(f"  {place}: {error}")
                     continue
@@ -206,7 +212,7 @@ class VersionCache:
         )
 
     def _rebuilt(
-        self, client: httpx.Client, place: str, files: tuple[ListedFile, ...], folder: Path, name: str
+        self, client: httpx.Client, place: str, files: tuple[ListedFile, ...], folder: Path, name: str, took: Stages
     ) -> bool:
         """The weights were made of a version that is here and of deltas; False: they are to be downloaded whole."""
         try:
@@ -214,7 +220,8 @@ class VersionCache:
         except ImportError:  # zstandard; `rlbuffer doctor` says so
             return False
         try:
-            return rebuild(client, place, files, folder, name=name, cache=self.directory, stopped=self._stop.is_set)
+            stopped = self._stop.is_set
+            return rebuild(client, place, files, folder, name=name, cache=self.directory, stopped=stopped, took=took)
         except WeightsError as error:
             _log.warning("%s is downloaded whole: %s", name, error)
             return False

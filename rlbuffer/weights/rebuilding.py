@@ -16,6 +16,7 @@ import httpx
 
 from rlbuffer.errors import WeightsError
 from rlbuffer.process.files import flush
+from rlbuffer.process.stages import Stages
 from rlbuffer.weights.delta import apply_delta
 from rlbuffer.weights.download import fetch_file, fetch_list
 from rlbuffer.weights.layout import DELTA_FILE, WEIGHTS_FILE, ListedFile
@@ -33,6 +34,7 @@ def rebuild(
     name: str,
     cache: Path,
     stopped: Callable[[], bool],
+    took: Stages,
 ) -> bool:
     """Makes the weights of version `name` in `folder`, from what is in `cache` and the deltas at `place`.
 
@@ -41,6 +43,7 @@ def rebuild(
     Args:
         place: URL over versions.
         files: the version's list there.
+        took: is told the seconds of ``fetch`` and ``apply``, and the bytes of each ``delta``.
 
     Returns:
         False where no older version is here, or the deltas are no less to download than the weights.
@@ -52,7 +55,8 @@ def rebuild(
     whole = next((file for file in files if file.name == WEIGHTS_FILE), None)
     if whole is None:  # an adapter's
         return False
-    base, steps = _steps(client, place, files, name=name, cache=cache, most_bytes=whole.size)
+    with took.measure("fetch"):
+        base, steps = _steps(client, place, files, name=name, cache=cache, most_bytes=whole.size)
     if base is None:
         return False
     scratch = folder.with_name(f"{folder.name}-deltas")
@@ -62,8 +66,11 @@ def rebuild(
         for number, (version, delta) in enumerate(steps):
             into = scratch / str(number)
             into.mkdir(parents=True)
-            fetch_file(client, f"{place}/{version}", delta, into, stopped=stopped)
-            checksum = apply_delta(made, into / DELTA_FILE, into / WEIGHTS_FILE)
+            with took.measure("fetch"):
+                fetch_file(client, f"{place}/{version}", delta, into, stopped=stopped)
+            took.count("delta", delta.size)
+            with took.measure("apply"):
+                checksum = apply_delta(made, into / DELTA_FILE, into / WEIGHTS_FILE)
             if number:
                 made.unlink()
             made = into / WEIGHTS_FILE

@@ -16,6 +16,7 @@ from rlbuffer.process.heartbeat import Heartbeats, starting
 from rlbuffer.process.identity import may_live
 from rlbuffer.process.logs import Lasting, fields
 from rlbuffer.process.progress import Progress
+from rlbuffer.process.stages import Stages
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import failing
@@ -89,6 +90,8 @@ class Pulse(Heartbeats):
         self._lasting, self._failing = Lasting(), Lasting()
         self._waiting_since: float | None = None
         self._said_waiting = 0.0
+        self._weights: Mapping[str, Any] = {}
+        """What bringing the version that samples took: seconds by stage, bytes by kind, and its size."""
         self._loading: tuple[int, float] | None = None
         """The version that is being loaded, and since when (monotonic)."""
         self._listing = threading.Lock()  # never held while the server is asked: the worker's event loop takes it
@@ -132,12 +135,13 @@ class Pulse(Heartbeats):
         finally:
             self._loading = None
 
-    def loaded(self, version: int, seconds: float) -> None:
-        """`version` serves now (-1: none); loading took so long."""
+    def loaded(self, version: int, took: Stages, *, size: int = 0) -> None:
+        """`version`, of so many bytes, serves now (-1: none); bringing it took so long."""
         level = logging.INFO if self.version < 0 else logging.DEBUG
+        self._weights = {"seconds": dict(took.seconds), "bytes": dict(took.bytes), "size": size}
         self.version = version
         if version >= 0:
-            own = fields("version", version=version, seconds=seconds)
+            own = fields("version", version=version, seconds=sum(took.seconds.values()))
             _log.log(level, "sampling with policy version %d", version, extra=own)
 
     def pushed(self, group: Group, seconds: float) -> None:
@@ -229,6 +233,7 @@ class Pulse(Heartbeats):
         return record | {
             "env": self._env,
             "version": self.version,
+            **{f"weights_{name}": value for name, value in self._weights.items()},
             "skipped": self.skipped,
             "sampling": len(self._held),
             "failures": self.failures.record(),

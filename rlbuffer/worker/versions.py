@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rlbuffer.config.addresses import is_url
 from rlbuffer.errors import ConfigError, SamplerUnavailable, WeightsError, clause
+from rlbuffer.process.stages import Stages
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.weights.cache import VersionCache
@@ -52,7 +53,7 @@ class Versions:
         self._policy, self._sampler, self._env, self._pulse = policy, sampler, env, pulse
         self._check, self._on_load = check, on_load
         self._cache, self._max_age = cache, max_age
-        self._download: tuple[PolicyVersion, asyncio.Task[PolicyVersion]] | None = None
+        self._download: tuple[PolicyVersion, asyncio.Task[PolicyVersion], Stages] | None = None
         self._served: PolicyVersion | None = None
         self._refused: tuple[PolicyVersion, float] | None = None
         """Weights that could not be loaded, and when (monotonic) they may be tried again."""
@@ -93,7 +94,7 @@ class Versions:
             if current.version < 0:
                 if self._served is not None:
                     self._served = None  # the run was reset: what served belongs to no version of it
-                    self._pulse.loaded(-1, 0.0)
+                    self._pulse.loaded(-1, Stages())
                 self._pulse.waits(Waiting(kind=Wait.WEIGHTS))
                 return False
             if current != self._served and not self._is_refused(current):
@@ -106,12 +107,12 @@ class Versions:
         return self._refused is not None and self._refused[0] == current and time.monotonic() < self._refused[1]
 
     async def _load(self, current: PolicyVersion) -> None:
-        start = time.monotonic()
         try:
-            local = await self._localized(current)
-            if local is None:
+            found = await self._localized(current)
+            if found is None:
                 return
-            with self._pulse.loading(current.version):
+            local, took = found
+            with self._pulse.loading(current.version), took.measure("load"):
                 await self._sampler.load(local)
                 self._require_vocabulary(current)
                 await self._check(local)
@@ -123,7 +124,7 @@ class Versions:
                 await asyncio.to_thread(self._cache.recheck, current)
             return
         self._served, self._refused = current, None
-        self._pulse.loaded(current.version, time.monotonic() - start)
+        self._pulse.loaded(current.version, took, size=current.size)
         self._on_load()
 
     def _require_vocabulary(self, current: PolicyVersion) -> None:
@@ -134,15 +135,17 @@ class Versions:
                 setting="model",
             )
 
-    async def _localized(self, current: PolicyVersion) -> PolicyVersion | None:
-        """`current` on this host's disk; None while it is downloaded and what serves is young enough to go on."""
+    async def _localized(self, current: PolicyVersion) -> tuple[PolicyVersion, Stages] | None:
+        """`current` on this host's disk, and what that took; None while it is downloaded and what serves is young
+        enough to go on."""
         if not is_url(current.location):
-            return current
+            return current, Stages()
         if self._download is None or (self._download[0] != current and self._download[1].done()):
-            task = asyncio.create_task(asyncio.to_thread(self._cache.localized, current))
+            took = Stages()
+            task = asyncio.create_task(asyncio.to_thread(self._cache.localized, current, took))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may come to ask
-            self._download = current, task
-        target, task = self._download
+            self._download = current, task, took
+        target, task, took = self._download
         is_young = self._served is not None and current.version - self._served.version <= self._max_age
         if not task.done() and is_young:
             return None
@@ -152,4 +155,4 @@ class Versions:
         if target != current:
             return await self._localized(current)
         self._download = None
-        return task.result()
+        return task.result(), took

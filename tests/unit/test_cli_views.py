@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from typing import Any
 
 import pytest
 from looks import lines_of
@@ -12,11 +13,12 @@ from looks import lines_of
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.run_state import Amount, EnvState, RunState, ServerState
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer_cli import look
 from rlbuffer_cli.plots import Curve, small_charts
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, EnvRow, process_rows
 from rlbuffer_cli.table import Printed, of_tuples
-from rlbuffer_cli.view import rank_line, run_view
+from rlbuffer_cli.view import rank_line, run_view, weights_line
 
 
 def test_a_rank_that_takes_far_longer_is_called_slow() -> None:
@@ -137,3 +139,23 @@ def test_colours_come_on_a_terminal_and_go_with_no_color(monkeypatch: pytest.Mon
 def test_a_server_without_a_limit_is_said_to_have_none() -> None:
     state = RunState(run="r", at=0.0, server=ServerState(address="a", name="valkey", memory=2**20))
     assert any("maxmemory 0" in line for line in lines_of(run_view(state)))
+
+
+def test_the_way_of_a_version_is_one_line() -> None:
+    took = {"gather": 0.3, "write": 1.2, "hash": 0.4, "delta": 0.2, "flush": 0.05, "announce": 0.05}
+    record = StepRecord(step=18, published=17, publish_seconds=took)
+
+    def worker(name: str, beat: dict[str, Any]) -> Process:
+        return Process.of("worker", name, {"version": 17, "weights_size": 269_000_000, **beat}, seconds_ago=1.0)
+
+    def line(*workers: Process) -> str:
+        return weights_line(RunState(run="r", at=0.0, server=ServerState(address="a"), processes=workers), record)
+
+    far = {"weights_seconds": {"fetch": 0.1, "apply": 0.3, "load": 0.8}, "weights_bytes": {"delta": 1_200_000}}
+    quick = worker("b", {"weights_seconds": {"load": 0.2}})
+    assert line(worker("a", far), quick) == (
+        "version 17: 1.9 s to write, 0.4 s to fetch (1.2 MB of 269), 0.8 s to load"
+    )
+    assert line(quick) == "version 17: 1.9 s to write, 0.2 s to load"
+    assert line(worker("a", far | {"version": 16})) == "version 17: 1.9 s to write"
+    assert line(worker("a", {"weights_seconds": "soon", "weights_bytes": [3]})) == "version 17: 1.9 s to write"

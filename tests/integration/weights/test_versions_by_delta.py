@@ -15,6 +15,7 @@ import torch
 from weights_places import Place, place
 
 from rlbuffer.errors import WeightsError
+from rlbuffer.process.stages import Stages
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.weights.files import open_weights, publish
@@ -66,6 +67,22 @@ def test_a_reader_loads_the_whole_once_and_deltas_then(tmp_path: Path) -> None:
         late = VersionCache(tmp_path / "late")
         assert loaded(late, trainer.step(6), there) == [WEIGHTS_FILE]
         assert loaded(late, trainer.step(7), there) == [DELTA_FILE]
+
+
+def test_what_fetching_took_is_told_by_stage_and_kind(tmp_path: Path) -> None:
+    trainer, cache = Trainer(tmp_path / "trainer"), VersionCache(tmp_path / "cache")
+    with place(trainer.folder) as there:
+        first, second = Stages(), Stages()
+        policy = trainer.step(0)
+        cache.localized(at(policy, there.url), first)
+        local = cache.localized(at(trainer.step(1), there.url), second)
+        again = Stages()
+        cache.localized(at(policy, there.url), again)
+    assert (first.bytes["whole"], first.seconds.keys()) == (policy.size, {"fetch"})
+    assert second.bytes == {"delta": (Path(local.location) / DELTA_FILE).stat().st_size}
+    assert second.seconds.keys() == {"fetch", "apply"}
+    assert not again.bytes
+    assert not again.seconds
 
 
 def test_a_relay_hands_on_what_it_has_made(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Scene:
             trouble=self.troubles.append,
             waits=self.waits.append,
             loading=lambda version: nullcontext(),
-            loaded=lambda version, seconds: None,
+            loaded=lambda version, took, size=0: None,
         )
         self.versions = Versions(
             policy,
