@@ -43,6 +43,7 @@ SELDOM = {
     "waiting": "the batcher works",
     "processes_waiting": "nobody waits",
     "server_memory_limit_bytes": "the server may have none",
+    "worker_weights_bytes": "workers see the trainer's folder",
 }
 """Metric -> why a healthy run may have no value of it."""
 SCORER = """
