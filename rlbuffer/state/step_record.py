@@ -13,6 +13,8 @@ from typing import Any
 from rlbuffer.state.metric import Metric, metric, metrics
 
 ByEnv = Mapping[str, float | None]
+DRIFT_AGES = ("0", "1", "2", "3", "4", "rest")
+"""Ages that have a row of their own in `StepRecord.drift`; older tokens share one."""
 _KINDS: Mapping[type, Any] = {
     int: int,
     float: int | float,
@@ -52,6 +54,35 @@ class StepRecord:
     kl: float | None = metric("train_kl", "gauge", "Estimate (k3) of the distance to the inference policy.", None)
     ratio: Mapping[str, float] = field(default_factory=dict)
     """Policy over inference policy, per trained token: mean, min, max; 99 % are within a factor of p99."""
+    drift: Mapping[str, Mapping[str, float]] = metrics(
+        dict,
+        *(
+            Metric(f"train_drift_{name}", "gauge", f"By the tokens' age: {meaning}", ("age",), item=item)
+            for name, item, meaning in (
+                ("tokens", "tokens", "trained tokens."),
+                ("probability_ratio_mean", "ratio", "policy over inference policy."),
+                ("far_ratio", "far", "share whose ratio is off by more than 10 %."),
+                ("rms_nats", "rms", "root mean square of the difference of logprobs."),
+                ("kl", "kl", "estimate (k3) of the distance to the inference policy."),
+                ("slope", "slope", "of the difference over the sampler's logprob: temperature - 1."),
+                ("surprise_nats", "surprise", "mean of -logprob less the entropy: 0 where drawn as it says."),
+                ("clipped_ratio", "clipped", "share from which the loss takes the gradient."),
+                ("corrected_ratio", "corrected", "share from which a correction takes it."),
+            )
+        ),
+    )
+    """Age of the tokens (:data:`DRIFT_AGES`) -> how far the policy that the step began with is from the one that
+    sampled them. With d the difference of logprobs: `tokens`; `ratio`, mean of e^d; `far`, the share of those beyond a
+    factor of 1.1; `mean` and `rms` of d; `kl`; `slope` of d over the sampler's logprob, and `fit`, the share of d that
+    this explains; `surprise`, -logprob less the entropy; `entropy`; standard errors `NAME_error`; the shares `clipped`
+    and `corrected`, of all updates. The rest is of the first update."""
+    bfloat16_rms: float | None = metric(
+        "train_bfloat16_rms_nats",
+        "gauge",
+        "What computing in bfloat16 changes in this model's logprobs: a sampler that does is so far off.",
+        None,
+    )
+    """Root mean square; measured when the trainer started."""
     clip_fraction: float | None = metric(
         "train_clip_ratio", "gauge", "Trained tokens from which the loss takes the gradient: clip, cap, mask.", None
     )

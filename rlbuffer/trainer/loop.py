@@ -70,6 +70,7 @@ def train(
 
         pulls = Pulls(session, publishing)
         watch = Stopwatch()
+        bfloat16_rms: float | None = None
         while place.step < trainer.steps:
             with watch.measure("wait"):
                 pulled = pulls.next(place.step + 1)  # the reader made it while the last step trained
@@ -88,9 +89,13 @@ def train(
                     session.ranks,
                     longest=settings.batcher.row_tokens,
                     ratios=tally.ratios,
+                    drift=tally.drift,
                     pass_times=tally.pass_times,
                 )
+                # What a sampler may be off by its numbers alone is the model's, and hardly changes with its training.
+                bfloat16_rms = updates.bfloat16_rms() if bfloat16_rms is None else bfloat16_rms
             tally.updates, tally.damaged_tokens = len(updates.parts), damaged_tokens
+            tally.bfloat16_rms = bfloat16_rms
             for number, part in enumerate(updates.parts, start=1):
                 with watch.measure("train"):
                     tally.sums += updates.accumulate(part)

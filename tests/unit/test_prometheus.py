@@ -69,13 +69,14 @@ def samples_of(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float
 def whole() -> RunState:
     waits = Waiting(kind=Wait.FILLING)
     kinds = ("worker", "gateway", "scorer", "rank", "batcher")
+    drift = {"0": {metric.item: 1.0 for field, metric in metrics_of(StepRecord) if field == "drift"}}
     return filled(
         RunState,
         run="r",
         at=0.0,
         server=filled(ServerState, address="a"),
         envs=(filled(EnvState, name="math"),),
-        trained=filled(StepRecord),
+        trained=filled(StepRecord, drift=drift),
         processes=tuple(filled(Process, kind=k, name="0", seconds_ago=1.0, env="math", waiting=waits) for k in kinds),
         waiting=waits,
         problems=(Problem(kind=Trouble.MEMORY),),

@@ -19,6 +19,7 @@ from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.trainer.reports.mfu import Utilization
+from rlbuffer.trainer.update.drift import Drift, drift_of
 from rlbuffer.trainer.update.ratios import Ratios, ratios_of
 from rlbuffer.trainer.update.stopwatch import Stopwatch
 from rlbuffer.trainer.update.update import SUMS
@@ -34,6 +35,9 @@ class Tally:
         self.sums = torch.zeros(len(SUMS), dtype=torch.float64)
         """[len(SUMS)] over this rank's micro-batches and all updates."""
         self.ratios = Ratios()
+        self.drift = Drift()
+        self.bfloat16_rms: float | None = None
+        """Of the trainer's start, over all ranks."""
         self.pass_times = Stopwatch(ranks.device)
         self.updates = 1
         """Optimizer updates of the step. Each has a loss of its own; what is reported is their mean."""
@@ -75,6 +79,8 @@ class Tally:
             entropy=sums["entropy"] / trained,
             kl=sums["kl"] / trained,
             ratio=ratios_of([part["ratios"] for part in parts]),
+            drift=drift_of(self._ranks.sum(self.drift.sums)),
+            bfloat16_rms=self.bfloat16_rms,
             clip_fraction=sums["masked/clip"] / trained,
             **self._masked(sums, sum(its["truncated_tokens"] for its in envs.values())),
             experts_unrecorded=sums["routed/unrecorded"] / sums["routed/tokens"] if sums["routed/tokens"] else None,

@@ -6,6 +6,7 @@ place before it. Only trained tokens pass the head, so prompts and padding cost 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from rlbuffer.trainer.model.logprobs import has_record
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
 from rlbuffer.trainer.ranks.parallel import clip_gradients, exchanging
 from rlbuffer.trainer.update.blame import naming, way_out
+from rlbuffer.trainer.update.drift import Drift
 from rlbuffer.trainer.update.ratios import Ratios
 from rlbuffer.trainer.update.slices import Slice, slices_of
 from rlbuffer.trainer.update.stopwatch import Stopwatch
@@ -100,8 +102,9 @@ class Updates:
     """The updates of one step: their slices, in order, and what must be known of the step before the first of them.
 
     All ranks make the same updates of the same step; making the object may run the policy, and exchange counts.
-    `ratios` takes in every trained token's ratio to the inference policy, `pass_times` the time of the passes:
-    ``forward``, ``backward``, and the last backward pass, in which the ranks wait for each other, as ``exchange``.
+    `ratios` takes in every trained token's ratio to the inference policy, `drift` the same by the tokens' ages, and
+    `pass_times` the time of the passes: ``forward``, ``backward``, and the last backward pass, in which the ranks wait
+    for each other, as ``exchange``.
 
     Where a step has several updates, ratios may be against the policy that it started from: its logprobs come from a
     pass without gradients. With one update they are those of the training pass itself, and cost nothing.
@@ -116,15 +119,21 @@ class Updates:
         *,
         longest: int,
         ratios: Ratios | None = None,
+        drift: Drift | None = None,
         pass_times: Stopwatch | None = None,
     ) -> None:
         self._policy = policy
-        self._experts = next((part.experts for part in policy.modules() if isinstance(part, PackedPolicy)), None)
+        self._packed = next((part for part in policy.modules() if isinstance(part, PackedPolicy)), None)
+        self._experts = None if self._packed is None else self._packed.experts
+        self._step = step
         self._number = step.number
         self._settings = settings
         self._ranks = ranks
         self._longest = longest
         self._ratios = ratios or Ratios()
+        self._drift = drift or Drift()
+        self._is_first = True
+        """No update was made yet."""
         self._times = pass_times or Stopwatch(ranks.device)
         self.parts: tuple[Slice, ...] = (
             slices_of(step, ranks, settings.optimizer.updates_per_pass) * settings.optimizer.passes
@@ -170,10 +179,33 @@ class Updates:
                 with self._times.measure("exchange" if is_last and world_size > 1 else "backward"):
                     (share * world_size).backward()  # type: ignore[no-untyped-call]
                 sums += _sums(tokens, share, masks, corrections, micro_batch)
+                self._drift.add(tokens, masks, [*corrections], is_first=self._is_first)
                 if self._settings.replay_experts and ROUTED_EXPERTS in micro_batch.columns:
                     sums += _routed_sums(micro_batch, self._experts)
             self._ratios.add(tokens.logprobs.detach() - tokens.inference_logprobs)
+        self._is_first = False
         return sums
+
+    def bfloat16_rms(self) -> float | None:
+        """What computing in bfloat16 changes in the logprobs of the step's first micro-batch: their root mean square,
+        over all ranks; None where nothing of it is trained, for a policy in float64, and for one that is not the
+        project's own.
+
+        All ranks call it: it runs the policy twice, without gradients.
+        """
+        policy = self._packed
+        if policy is None or not len(self._step) or next(policy.parameters()).dtype == torch.float64:
+            return None
+        first, given = self._step.micro_batches[0], policy.compute
+        there = self._look(first, 0).logprobs.double()
+        policy.compute = torch.bfloat16 if given is None else None
+        try:
+            difference = self._look(first, 0).logprobs.double() - there
+        finally:
+            policy.compute = given
+        row = torch.stack([difference.square().sum(), difference.new_tensor(float(len(difference)))])
+        squares, count = self._ranks.sum(row).tolist()
+        return math.sqrt(squares / count) if count else None
 
     def _chosen(self, part: Slice) -> Sequence[Mapping[str, Any]]:
         """Fields of each micro-batch's tokens that must be known of all the update's tokens before the first gradient.
