@@ -13,7 +13,7 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.daemon.leadership", "LEADER_POLL_SECONDS"): 0.15,
     ("rlbuffer.daemon.leadership", "TELEMETRY_SECONDS"): 3.0,
     ("rlbuffer.daemon.memory_watch", "TELEMETRY_SECONDS"): 3.0,
-    ("rlbuffer.daemon.teller", "TELEMETRY_SECONDS"): 3.0,
+    ("rlbuffer.daemon.reporter", "TELEMETRY_SECONDS"): 3.0,
     ("rlbuffer.daemon.pending", "POOL_PAGE"): 5,
     ("rlbuffer.daemon.strays", "PAUSE_SECONDS"): 0.1,
     ("rlbuffer.daemon.strays", "LIFE_SECONDS"): 0.2,

@@ -28,7 +28,7 @@ SLOW_SECONDS = 10.0
 """The same, for each share of its round trips that is slow."""
 PLANS = 4
 """Plans and looks at payloads, each of up to two leases, that a turn may take where they are slow."""
-OLD_SECONDS = CONSTANTS["rlbuffer.daemon.teller", "TELEMETRY_SECONDS"]
+OLD_SECONDS = CONSTANTS["rlbuffer.daemon.reporter", "TELEMETRY_SECONDS"]
 """Seconds after which the leader says the same again."""
 SILENT_SECONDS = 10.0
 """Seconds after which a trainer counts as gone."""

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from importlib import resources
 
-from rlbuffer.config.explain import Table, tables
+from rlbuffer.config.explain import ExplainedTable, tables
 from rlbuffer_cli.explanation import as_toml
 
 WIDTH = 118
@@ -54,7 +54,7 @@ def reference() -> str:
     return "\n\n".join(["\n".join(_comment(head)), *("\n".join(_lines(table)) for table in tables())]) + "\n"
 
 
-def _lines(table: Table) -> Iterator[str]:
+def _lines(table: ExplainedTable) -> Iterator[str]:
     """A table that has a NAME is a comment: there is none before somebody chooses one."""
     mark = "# " if "NAME" in table.name else ""
     if table.name:

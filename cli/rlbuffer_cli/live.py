@@ -113,7 +113,7 @@ class MetricsTail:
         return records
 
 
-class Watch:
+class LiveRun:
     """How a run goes, in threads from ``with`` to ``close``: the trainer's records as they come, the run's state, and
     what is said.
 
@@ -171,7 +171,7 @@ class Watch:
         if asks is not False:
             self._threads.append(threading.Thread(target=self._ask, name="ask", daemon=True))
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> LiveRun:
         for thread in self._threads:
             thread.start()
         return self
@@ -314,7 +314,7 @@ class _Lines(io.TextIOBase):
 
 
 @contextmanager
-def shown(watch: Watch, *, take: Callable[[str], None] = lambda key: None) -> Iterator[None]:
+def shown(watch: LiveRun, *, take: Callable[[str], None] = lambda key: None) -> Iterator[None]:
     """Draws how a run goes on a screen of its own while the block runs. What is printed meanwhile goes into its log; at
     the end it stays on the terminal, behind what the command has said.
 
@@ -373,13 +373,13 @@ def pressed(take: Callable[[str], None]) -> Iterator[None]:
         os.close(over)
 
 
-class Ended(NamedTuple):
+class EndedRun(NamedTuple):
     """A run whose processes have ended."""
 
     code: int
     """Exit code of the run."""
     buffer: Buffer
-    watch: Watch
+    watch: LiveRun
     supervisor: Supervisor
 
 
@@ -393,8 +393,8 @@ def supervised(
     title: str,
     clock: bool = True,
     on_step: Callable[[StepRecord], None] = lambda record: None,
-    tick: Callable[[Watch], None] = lambda watch: None,
-) -> Iterator[Ended]:
+    tick: Callable[[LiveRun], None] = lambda watch: None,
+) -> Iterator[EndedRun]:
     """Runs every process of a run until it ends or `stop` is set, in a view or by lines; then the block.
 
     Args:
@@ -407,7 +407,7 @@ def supervised(
     settings, is_drawn = loaded.settings, display == "rich"
     with connected(loaded, "run") as buffer, writing(display, clock=clock):
         follow = (lambda record: None) if is_drawn else on_step
-        watch = Watch(settings, title=title, opening="starting the processes ...", asks=is_drawn, on_step=follow)
+        watch = LiveRun(settings, title=title, opening="starting the processes ...", asks=is_drawn, on_step=follow)
         say = watch.log if is_drawn else relay
         supervisor = Supervisor(settings, say=say, on_fall=watch.fell, origin=redis_origin(loaded))
         with shown(watch) if is_drawn else nullcontext(), watch:
@@ -415,4 +415,4 @@ def supervised(
             say_ended(buffer, settings, code)
         if is_drawn and supervisor.reason:  # the view has cut its lines
             say_wrapped(supervisor.reason, err=True)
-        yield Ended(code, buffer, watch, supervisor)
+        yield EndedRun(code, buffer, watch, supervisor)

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from rlbuffer_cli.options import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, Group, say
+from rlbuffer_cli.options import EXIT_CLOSED_PIPE, EXIT_INTERRUPTED, CliGroup, say
 from rlbuffer_cli.starting import RUN_COMMANDS, SLOW_COMMANDS, clear, starting
 
 GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -66,7 +66,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 
 
-class Commands(Group):
+class Commands(CliGroup):
     """A group that knows its commands by name and imports a command's module when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

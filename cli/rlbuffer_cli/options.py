@@ -25,7 +25,7 @@ JSON, SETTINGS = "rlbuffer.json", "rlbuffer.settings"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Command(click.Command):
+class CliCommand(click.Command):
     """A command whose help has its own options first, and those that every command has last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -45,10 +45,10 @@ def names_of_options(ctx: click.Context) -> list[str]:
     return [name for option in shown for name in option.opts if name.startswith("--")]
 
 
-class Group(click.Group):
+class CliGroup(click.Group):
     """Commands of one kind below a name of their own."""
 
-    command_class = Command
+    command_class = CliCommand
     renamed: Mapping[str, str] = {}
     """Command of an older checkout -> what to type in its place."""
 
@@ -66,14 +66,14 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def command(name: str) -> Callable[[Callable[..., Any]], Command]:
+def command(name: str) -> Callable[[Callable[..., Any]], CliCommand]:
     """Makes a function a command of the first level."""
-    return click.command(name, cls=Command)
+    return click.command(name, cls=CliCommand)
 
 
-def group(name: str) -> Callable[[Callable[..., Any]], Group]:
+def group(name: str) -> Callable[[Callable[..., Any]], CliGroup]:
     """Makes a function a group of commands."""
-    return click.group(name, cls=Group)
+    return click.group(name, cls=CliGroup)
 
 
 def echo(text: str = "") -> None:
@@ -171,7 +171,7 @@ debug = click.option(
 
 
 def setting(name: str, what: str, *, flag: str = "", is_handed: bool = False, **how: Any) -> Callable[[F], F]:
-    """Adds a flag that is a setting: :meth:`Given.load` takes it, and the command where `is_handed`.
+    """Adds a flag that is a setting: :meth:`RunFlags.load` takes it, and the command where `is_handed`.
 
     Args:
         name: dotted; one that begins with a dot is of the section that is run.
@@ -213,7 +213,7 @@ def parts_of(purpose: str) -> Collection[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class RunFlags:
     """The flags of every command that works on a run, as they were typed."""
 
     config: str | None
@@ -284,7 +284,7 @@ def common_with(*, config: str, run: str, has_file: bool = False) -> Callable[[C
         def with_given(
             *args: Any, config: str | None, redis: str | None, run: str | None, home: str | None, **others: Any
         ) -> Any:
-            return command(*args, given=Given(config=config, redis=redis, run=run, home=home), **others)
+            return command(*args, given=RunFlags(config=config, redis=redis, run=run, home=home), **others)
 
         decorated: Callable[..., Any] = with_given
         for option in options:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.config.loading import Loaded
     from rlbuffer.config.settings import RunSettings
-    from rlbuffer_cli.options import Given
+    from rlbuffer_cli.options import RunFlags
 
 NAMED = ("--run", "RLBUFFER_RUN")
 """Sources of a run's name that somebody has typed for this command."""
@@ -54,7 +54,7 @@ def of_run(loaded: Loaded, run: str) -> Loaded:
     return replace(loaded, settings=settings, sources={**loaded.sources, "run": "--run"})
 
 
-def open_run(given: Given) -> Buffer:
+def open_run(given: RunFlags) -> Buffer:
     """The run that the flags, variables and the file mean, as :func:`open_existing`."""
     return open_existing(given.load())
 

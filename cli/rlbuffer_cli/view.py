@@ -363,7 +363,7 @@ def rank_line(ranks: Sequence[Mapping[str, float]]) -> str:
 
 # -- pace --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class RunPace:
     """How fast a run goes, by the newest records of its history."""
 
     window_seconds: float
@@ -378,7 +378,7 @@ class Pace:
     """Record of the newest step; None before the first."""
 
 
-def pace_of(state: RunState) -> Pace:
+def pace_of(state: RunState) -> RunPace:
     """Reads the history that came with the state."""
     steps = [record for record in state.history if record.get("event") == Committed.event]
     first = min((float(record["at"]) for record in state.history), default=state.at)
@@ -390,7 +390,7 @@ def pace_of(state: RunState) -> Pace:
     for record in state.history:
         if record.get("event") == Dropped.event and record["at"] >= state.at - window:
             drops[record["reason"]] += record["rollouts"]
-    return Pace(
+    return RunPace(
         window_seconds=window,
         steps=len(recent),
         tokens=sum(record["tokens"] for record in recent),

@@ -18,7 +18,7 @@ from typing import Any
 
 import rlbuffer
 from rlbuffer.checks.check import Context, Finding, Level, check, failure, ok, refused, warning
-from rlbuffer.checks.imports import Asked, Python, wrong
+from rlbuffer.checks.imports import NamedFunction, Python, wrong
 from rlbuffer.config.adapters import adapter_config, instead_of_a_model, wrong_start
 from rlbuffer.config.addresses import parse_listen
 from rlbuffer.config.batcher import ESTIMATOR_NAMES, ORDERS
@@ -331,21 +331,21 @@ def has_own_python(c: Context, worker: WorkerSettings) -> bool:
     return bool(worker.python) and "run" in c.parts
 
 
-def _asked(c: Context) -> Iterator[Asked]:
+def _asked(c: Context) -> Iterator[NamedFunction]:
     batcher, trainer = c.settings.batcher, c.settings.trainer
     if "serve" in c.parts:
         if batcher.order not in ORDERS:
-            yield Asked("batcher.order", batcher.order, "group, rng")
+            yield NamedFunction("batcher.order", batcher.order, "group, rng")
         named = [("batcher.advantage", batcher.advantage)]
         named += [(f"batcher.envs.{env}.advantage", o.advantage) for env, o in batcher.envs.items() if o.advantage]
         for setting, path in named:
             if path not in ESTIMATOR_NAMES:
-                yield Asked(setting, path, "rewards, lengths, group")
+                yield NamedFunction(setting, path, "rewards, lengths, group")
     if "train" in c.parts and ":" in trainer.loss.name:
-        yield Asked("trainer.loss.name", trainer.loss.name, "tokens, options")
+        yield NamedFunction("trainer.loss.name", trainer.loss.name, "tokens, options")
     for name, scorer in c.scorers.items():
         if scorer.reward:
-            yield Asked(f"score.{name}.reward", scorer.reward, "rollout, group", may_be_async=True)
+            yield NamedFunction(f"score.{name}.reward", scorer.reward, "rollout, group", may_be_async=True)
     for name, worker in c.workers.items():
         if not has_own_python(c, worker):
             yield from _of_worker(c, name, worker)
@@ -353,16 +353,16 @@ def _asked(c: Context) -> Iterator[Asked]:
         yield _env(c, f"eval.{name}", evaluation)
 
 
-def _of_worker(c: Context, name: str, worker: WorkerSettings) -> Iterator[Asked]:
+def _of_worker(c: Context, name: str, worker: WorkerSettings) -> Iterator[NamedFunction]:
     given: dict[str, Any] = {"name": worker.sampler, "options": worker.sampler_options}
     given |= {"temperature": worker.temperature, "top_p": worker.top_p, "top_k": worker.top_k}
     given |= {"records_experts": worker.record_experts, "is_deterministic": c.settings.deterministic}
     if worker.env != "command":  # its programs sample by the gateway
-        yield Asked(f"worker.{name}", "rlbuffer.worker.samplers:wrong_sampler", given=given)
+        yield NamedFunction(f"worker.{name}", "rlbuffer.worker.samplers:wrong_sampler", given=given)
     yield _env(c, f"worker.{name}", worker)
 
 
-def _env(c: Context, section: str, options: WorkerSettings | EvaluationSettings) -> Asked:
+def _env(c: Context, section: str, options: WorkerSettings | EvaluationSettings) -> NamedFunction:
     config = config_of(c.settings.model)
     known = config.get("vocab_size")
     given = {
@@ -371,4 +371,4 @@ def _env(c: Context, section: str, options: WorkerSettings | EvaluationSettings)
         "vocab_size": known if isinstance(known, int) else 0,
         "model_path": c.settings.model.path,
     }
-    return Asked(section, "rlbuffer.worker.envs:wrong_env", given=given)
+    return NamedFunction(section, "rlbuffer.worker.envs:wrong_env", given=given)

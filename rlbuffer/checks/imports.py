@@ -24,7 +24,7 @@ MORE_SECONDS = 5.0
 """Longest that each may take which comes after that; behind as many the process is killed."""
 
 
-class Asked(NamedTuple):
+class NamedFunction(NamedTuple):
     """A function that settings name."""
 
     setting: str
@@ -52,7 +52,7 @@ class Python(NamedTuple):
     environment: Mapping[str, str]
 
 
-def wrong(asked: Sequence[Asked], folders: Sequence[str], python: Python | None = None) -> list[Wrong]:
+def wrong(asked: Sequence[NamedFunction], folders: Sequence[str], python: Python | None = None) -> list[Wrong]:
     """What is wrong with functions. Their modules are looked for in `folders`, too, after ``sys.path``."""
     if not asked:
         return []
@@ -86,7 +86,7 @@ def wrong(asked: Sequence[Asked], folders: Sequence[str], python: Python | None 
     return found
 
 
-def look(one: Asked) -> Iterator[Wrong]:
+def look(one: NamedFunction) -> Iterator[Wrong]:
     """What is wrong with one function, in this process."""
     setting = one.setting
     try:
@@ -104,7 +104,7 @@ def look(one: Asked) -> Iterator[Wrong]:
         yield Wrong(setting, f"{setting} = {one.path!r} {error}")
 
 
-def _misfit(named: Any, one: Asked) -> str:
+def _misfit(named: Any, one: NamedFunction) -> str:
     """Why it cannot be called as it will be; "" where it can, or tells no signature."""
     # A class is called with nothing first.
     takes = one.takes.split(", ") if one.takes and not isinstance(named, type) else []
@@ -136,7 +136,7 @@ def main() -> None:
         os.dup2(2, 1)
         print(rlbuffer.__version__, file=answers, flush=True)
         for one in json.load(sys.stdin):
-            print(json.dumps(list(look(Asked(*one)))), file=answers, flush=True)
+            print(json.dumps(list(look(NamedFunction(*one)))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from rlbuffer.records.checks import as_integer, shown
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import ReportStatus
 from rlbuffer.store.claim import pack_step, unpack_step
-from rlbuffer.store.hand import NOTHING, Hand
 from rlbuffer.store.records import Claim, Meta, NotTrained, TrainedStep
+from rlbuffer.store.step_in_hand import NOTHING, StepInHand
 from rlbuffer.store.trainer import TrainerStore
 
 HANDED_BACK_STEPS, HANDED_BACK_GROUPS, MOST_HANDED_BACK_STEPS = 8, 4096, 256
@@ -60,17 +60,17 @@ class TrainedSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class GivenStep:
     """A step that the trainer's loop was given."""
 
-    hand: Hand = NOTHING
+    hand: StepInHand = NOTHING
     server: str = ""
     """The server that had it then."""
     is_sure: bool = True
     """False while that is being said: it is given only if the server has it."""
 
 
-NONE_TAKEN = Taken()
+NONE_TAKEN = GivenStep()
 
 
 class Progress:
@@ -126,7 +126,7 @@ class Progress:
         server that comes back without the step hears it before it gets another one.
         """
         losses = self._store.losses()
-        self._taken = taken = Taken(hand=Hand(step, digest), server=self._store.server_id(), is_sure=False)
+        self._taken = taken = GivenStep(hand=StepInHand(step, digest), server=self._store.server_id(), is_sure=False)
         is_here = self.report() is ReportStatus.OK
         # A server that went away meanwhile may have told the other ranks of it before.
         is_told = is_here or self._store.losses() != losses
@@ -143,7 +143,7 @@ class Progress:
             return False  # it is away, or the run is gone: whoever pulls the step hears it
         if header is not None and header.digest == digest:
             return True
-        self._taken = Taken(hand=Hand(step))
+        self._taken = GivenStep(hand=StepInHand(step))
         return False
 
     def lets_go(self) -> None:
@@ -153,14 +153,16 @@ class Progress:
     def postpones(self, step: int, digest: str) -> None:
         """The step that it had taken is trained, and acknowledged later. -> :meth:`trained`"""
         taken = self._taken
-        is_taken = taken.hand == Hand(step, digest)
-        self._postponed = taken if is_taken else Taken(hand=Hand(step, digest), server=self._store.server_id())
+        is_taken = taken.hand == StepInHand(step, digest)
+        self._postponed = (
+            taken if is_taken else GivenStep(hand=StepInHand(step, digest), server=self._store.server_id())
+        )
 
     def is_postponed(self, step: int) -> bool:
         """It is trained, and not acknowledged yet."""
         return self._owed().hand.step == step
 
-    def _owed(self) -> Taken:
+    def _owed(self) -> GivenStep:
         """The step that is trained, and not acknowledged yet."""
         return self._postponed if self._postponed.hand.step > self.place.step else NONE_TAKEN
 
@@ -315,7 +317,7 @@ class Progress:
             self._losses = losses
         return status
 
-    def _server_of(self, taken: Taken, trained: int) -> str:
+    def _server_of(self, taken: GivenStep, trained: int) -> str:
         """Which server has what is in hand; "" where nothing is.
 
         Another one may not have it. Until the trainer's word on that, nothing is committed there, and what was sampled
@@ -327,7 +329,7 @@ class Progress:
             return postponed.server
         return taken.server if taken.hand.step > trained else ""
 
-    def _has_moved(self, taken: Taken) -> bool:
+    def _has_moved(self, taken: GivenStep) -> bool:
         """This server has what a stream's trainer holds. -> True where that was another one's.
 
         It is said at once then: nothing more is committed here before, and the trainer may need just that to train any.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from rlbuffer.client.refusals import refused_for
 from rlbuffer.errors import BatchTimeout
-from rlbuffer.store.hand import Hand
+from rlbuffer.store.step_in_hand import StepInHand
 from rlbuffer.store.trainer import TrainerStore
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.02
@@ -29,7 +29,7 @@ class RankZeroWatch:
     def __init__(self, store: TrainerStore, world_size: int) -> None:
         self._store = store
         self._world_size = world_size
-        self._lost: tuple[Hand, float] | None = None
+        self._lost: tuple[StepInHand, float] | None = None
         """A step that only rank 0 can have, and since when."""
 
     def has(self, step: int, digest: str, *, silence_seconds: float, check: Callable[[], str]) -> bool:
@@ -52,7 +52,7 @@ class RankZeroWatch:
         while True:
             rank_0 = self._store.rank_0()
             hand, is_ours = rank_0.hand, rank_0.world_size == self._world_size
-            if is_ours and hand == Hand(step, digest):
+            if is_ours and hand == StepInHand(step, digest):
                 self._lost = None
                 return True
             is_given = hand.step >= step or rank_0.at >= step
@@ -87,7 +87,7 @@ class RankZeroWatch:
         elif rank_0.world_size == self._world_size:
             self._note(rank_0.hand)
 
-    def _note(self, hand: Hand) -> None:
+    def _note(self, hand: StepInHand) -> None:
         now = time.monotonic()
         if self._lost is None or self._lost[0] != hand:
             self._lost = hand, now

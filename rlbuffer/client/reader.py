@@ -55,7 +55,7 @@ READ_RECORDS = 1000
 """Newest records of the history that are read for a step's own."""
 
 
-class Source(Protocol):
+class StepSource(Protocol):
     """Makes of a committed step what the trainer's loop is given of it."""
 
     def part(self, header: StepHeader) -> Any:
@@ -129,7 +129,7 @@ class Reader:
         pad_token_id: int = 0,
         pad_to_multiple_of: int = 1,
         can: Trainable = ANYTHING,
-        source: Source | None = None,
+        source: StepSource | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise InvalidArgument(
@@ -149,7 +149,7 @@ class Reader:
         self._waiting: Waiting | None = None
         self._held: Waiting | None = None
         self._feeds = "ranks" if source is None else "stream"
-        self._source: Source = source or StepPull(
+        self._source: StepSource = source or StepPull(
             store, rank, world_size, can, pad_token_id=pad_token_id, pad_to_multiple_of=pad_to_multiple_of
         )
         self._progress = Progress(store, world_size=world_size, reports=rank == 0, announces=source is not None)

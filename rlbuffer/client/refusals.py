@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.errors import BatchTimeout, RlbufferError, ServerRefused
-from rlbuffer.process.logs import Lasting
+from rlbuffer.process.logs import RateLimited
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.viewer import Viewer
 
@@ -36,7 +36,7 @@ class Refusals:
 
     def __init__(self, who: str, stop: threading.Event) -> None:
         self._who, self._stop = who, stop
-        self._lasting = Lasting()
+        self._lasting = RateLimited()
         self.current = ""
         """Why the server takes no writes at this moment, "" while it does."""
 
@@ -86,7 +86,7 @@ class Away:
     def __init__(self, who: str, hears: Callable[[RlbufferError], object] | None = None) -> None:
         self._who, self._hears = who, hears
         self._since = self._last = float("-inf")
-        self._lasting = Lasting()
+        self._lasting = RateLimited()
 
     def __call__(self, error: RlbufferError) -> None:
         if self._hears is not None:

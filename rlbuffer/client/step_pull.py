@@ -44,7 +44,7 @@ NO_METADATA = (b"\x80", b"\xc0")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankPart:
     """One rank's part of a step, before its payloads are read."""
 
     rows: Sequence[Any]
@@ -74,7 +74,7 @@ class StepPull:
         self._pad_to_multiple_of = pad_to_multiple_of
 
     @without_garbage_collection()
-    def part(self, header: StepHeader) -> Part:
+    def part(self, header: StepHeader) -> RankPart:
         """This rank's rows of a step: its own part, or at another world size its rows of the parts that hold them.
 
         Raises:
@@ -83,9 +83,9 @@ class StepPull:
         if header.world_size != self._world_size:
             return self._dealt_again(header)
         (own,) = self._store.read_parts(header.step, [self._rank])
-        return Part(own.rows, own.rollouts, own.row_tokens)
+        return RankPart(own.rows, own.rollouts, own.row_tokens)
 
-    def _dealt_again(self, header: StepHeader) -> Part:
+    def _dealt_again(self, header: StepHeader) -> RankPart:
         """The rows that `redeal` gives to this rank, of all parts: the step was planned for other ranks."""
         parts = self._store.read_parts(header.step)
         firsts = np.cumsum([0, *(len(part.rollouts) for part in parts)]).tolist()
@@ -101,10 +101,10 @@ class StepPull:
         )
         dealt = [step[self._rank] for step in redeal(planned, self._world_size).rows]
         rollouts = PartRollouts.joined(part.rollouts for part in parts)
-        return Part(dealt, rollouts, parts[0].row_tokens)
+        return RankPart(dealt, rollouts, parts[0].row_tokens)
 
     @without_garbage_collection()
-    def step(self, header: StepHeader, part: Part) -> tuple[Step, list[tuple[PartRollout, str]]]:
+    def step(self, header: StepHeader, part: RankPart) -> tuple[Step, list[tuple[PartRollout, str]]]:
         """The step, and the rollouts in it that are masked padding because they cannot be trained, each with the
         reason."""
         schema = specs_of(header.columns)

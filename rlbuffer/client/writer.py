@@ -23,14 +23,14 @@ from rlbuffer.errors import (
     ServerRefused,
     UnknownLabel,
 )
-from rlbuffer.process.logs import Lasting
+from rlbuffer.process.logs import RateLimited
 from rlbuffer.records.checks import as_integer, as_items, shown
 from rlbuffer.records.group import Group, Pushed, Ticket
 from rlbuffer.records.rollout import Rollout, without_logprobs
 from rlbuffer.records.states import PushStatus
 from rlbuffer.records.truncation import truncated_group
 from rlbuffer.state.text import plural
-from rlbuffer.store.records import Asked
+from rlbuffer.store.records import WorkerAnswers
 from rlbuffer.store.worker import LONGEST_TICKET_SECONDS, WorkerStore
 
 _log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Writer:
         self._zeros_said: set[str] = set()
         """Envs of which it has said that logprobs are missing."""
         self._run_config: Mapping[str, Any] = {}
-        self._lasting = Lasting()
+        self._lasting = RateLimited()
 
     @property
     def incarnation(self) -> str:
@@ -218,7 +218,7 @@ class Writer:
 
     def ask(
         self, env: str, n: int, *, beat: dict[str, Any], size: int | None = None
-    ) -> tuple[list[Ticket], Asked] | None:
+    ) -> tuple[list[Ticket], WorkerAnswers] | None:
         """Asks once, for a worker that has waited for long: its heartbeat `beat`, the newest policy version and an
         operator's wishes share the round trip. -> None when the server refuses.
 

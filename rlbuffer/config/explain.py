@@ -31,7 +31,7 @@ class Setting(NamedTuple):
     """A table whose keys and values are the user's own."""
 
 
-class Table(NamedTuple):
+class ExplainedTable(NamedTuple):
     """One table of ``rlbuffer.toml``, with the settings that stand right in it."""
 
     name: str
@@ -40,7 +40,7 @@ class Table(NamedTuple):
 
 
 @cache
-def tables() -> tuple[Table, ...]:
+def tables() -> tuple[ExplainedTable, ...]:
     """Every table, in the order of the code."""
     return tuple(_tables(RunSettings, "", None))
 
@@ -94,7 +94,7 @@ def meant_by(name: str) -> str:
     return f" Did you mean {meant}?" if meant else " `rlbuffer config show` lists all settings."
 
 
-def _tables(cls: Any, path: str, given: Any) -> Iterator[Table]:
+def _tables(cls: Any, path: str, given: Any) -> Iterator[ExplainedTable]:
     """A table and those inside it; `given` is an instance that holds the defaults."""
     own, inner = [], []
     fields: Mapping[str, FieldInfo] = cls.__pydantic_fields__
@@ -112,7 +112,7 @@ def _tables(cls: Any, path: str, given: Any) -> Iterator[Table]:
         is_free = field.annotation is Any or (_is(annotation, Mapping) and get_args(field.annotation)[1] is Any)
         own.append(Setting(dotted, value, _values(annotation), prose(field.description or docs.get(name, "")), is_free))
     meaning = re.sub(r"^`\[[\w.]+\]`: ", "", prose((cls.__doc__ or "").split("\n\n")[0]))
-    yield Table(path, meaning[:1].upper() + meaning[1:], own)
+    yield ExplainedTable(path, meaning[:1].upper() + meaning[1:], own)
     for below, dotted, held_by in inner:
         yield from _tables(below, dotted, held_by)
 

@@ -3,7 +3,7 @@ here.
 
 `loop` acquires the lease and starts over after every loss; `leadership` is what one leader does from its takeover on;
 `pending` is what it knows of the pool; `watches` look after the rest in every turn, `memory_watch` after the server's
-memory; `revisions` knows which settings count; `teller` says what happens.
+memory; `revisions` knows which settings count; `reporter` says what happens.
 Open first: `loop`, then `leadership`.
 """
 

@@ -21,17 +21,17 @@ from rlbuffer.daemon.doubts import Doubts, beyond_vocabulary
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
 from rlbuffer.daemon.pending import Pending
+from rlbuffer.daemon.reporter import TELEMETRY_SECONDS, Reporter
 from rlbuffer.daemon.server_watch import ServerWatch
-from rlbuffer.daemon.teller import TELEMETRY_SECONDS, Teller
 from rlbuffer.daemon.watches import (
     Claims,
     Ends,
     Envs,
     OpenRollouts,
+    OperatorRequests,
     Retirement,
     TrainerWord,
     Watch,
-    Wishes,
     full_disk,
     is_silent,
     scorers_missing,
@@ -46,7 +46,7 @@ from rlbuffer.records.waiting import FOR_GROUPS, Wait, Waiting
 from rlbuffer.state.env_causes import explained
 from rlbuffer.state.heartbeats import GATEWAY, KINDS, Process, is_starting, processes, while_starting, worker_problems
 from rlbuffer.store.leader import LeaderStore
-from rlbuffer.store.records import Attempt, Decided, Look
+from rlbuffer.store.records import Attempt, Decided, LeaderRead
 
 _log = logging.getLogger(__name__)
 LEADER_POLL_SECONDS = 0.02
@@ -87,7 +87,7 @@ class Leadership:
         self,
         store: LeaderStore,
         config: BatcherConfig,
-        teller: Teller,
+        teller: Reporter,
         *,
         lease: LeaseKeeper,
         trainer: TrainerSettings,
@@ -108,7 +108,7 @@ class Leadership:
         self._needed = columns_of(trainer.loss)
         """Columns without which the trainer cannot train."""
         self._memory = MemoryWatch(store)
-        self._ends, self._wishes = Ends(pending.batcher), Wishes(asked, self._meta.epoch)
+        self._ends, self._wishes = Ends(pending.batcher), OperatorRequests(asked, self._meta.epoch)
         self._envs = Envs(config, pending.batcher)
         self._watches: tuple[Watch, ...] = (
             self._ends,
@@ -173,7 +173,7 @@ class Leadership:
         with without_garbage_collection():
             self._lead(look)
 
-    def _look(self) -> Look:
+    def _look(self) -> LeaderRead:
         now = time.monotonic()
         is_due = now - self._beats_at > TELEMETRY_SECONDS
         look = self._pending.look(block_seconds=LEADER_POLL_SECONDS, beats=KINDS if is_due else ())
@@ -186,7 +186,7 @@ class Leadership:
         self._meta = look.meta
         return look
 
-    def _lead(self, look: Look) -> None:
+    def _lead(self, look: LeaderRead) -> None:
         trainer, step, batcher = look.trainer, look.meta.step + 1, self._pending.batcher
         self._is_idle = is_silent(trainer)
         policies = trainer.policies

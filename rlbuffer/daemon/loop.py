@@ -20,9 +20,9 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.leadership import Leadership, Tenure
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
+from rlbuffer.daemon.reporter import Reporter
 from rlbuffer.daemon.revisions import Revisions
-from rlbuffer.daemon.server_watch import Look, ServerWatch
-from rlbuffer.daemon.teller import Teller
+from rlbuffer.daemon.server_watch import ServerCheck, ServerWatch
 from rlbuffer.daemon.watches import ReadAgain
 from rlbuffer.errors import (
     ConfigError,
@@ -34,7 +34,7 @@ from rlbuffer.errors import (
     ServerRefused,
     ServerUnreachable,
 )
-from rlbuffer.process.logs import Lasting, fields
+from rlbuffer.process.logs import RateLimited, fields
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.viewer import Viewer
@@ -69,7 +69,7 @@ class Daemon:
         *,
         replace_config: bool = False,
         follows: bool = False,
-        look: Look | None = None,
+        look: ServerCheck | None = None,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self._store = buffer.store.role(LeaderStore)
@@ -77,7 +77,7 @@ class Daemon:
         self._trainer = buffer.settings.trainer
         if self._settings.archive.dir is not None:
             import rlbuffer.archive  # noqa: F401  (says what is missing, before anything is led)
-        self._teller = Teller(self._store)
+        self._reporter = Reporter(self._store)
         self._revisions = Revisions(self._store, config, replace=replace_config, follows=follows)
         self._look = look
         self._lease_seconds = lease_seconds
@@ -87,7 +87,7 @@ class Daemon:
         """The run was there, or begun, when this process came."""
         self._is_at_work = False
         """It leads, with settings that the run has taken."""
-        self._lost = Lasting()
+        self._lost = RateLimited()
         self._ended: int | None = None
         """The step after which the run has ended."""
 
@@ -106,7 +106,7 @@ class Daemon:
             try:
                 if self._acquire(stop):
                     with (
-                        LeaseKeeper(self._store, lease_seconds=self._lease_seconds, say=self._teller.beat) as keeper,
+                        LeaseKeeper(self._store, lease_seconds=self._lease_seconds, say=self._reporter.beat) as keeper,
                         Archiving(self._another_store, self._settings.archive.dir) as archive,
                         ServerWatch(self._look) as server,
                     ):
@@ -161,7 +161,7 @@ class Daemon:
             leadership = Leadership(
                 self._store,
                 config,
-                self._teller,
+                self._reporter,
                 lease=keeper,
                 trainer=self._trainer,
                 tenure=tenure,
@@ -180,7 +180,7 @@ class Daemon:
         (:mod:`rlbuffer.store.server.append_file`)."""
         pause = FIRST_LOOK_SECONDS
         while not stop.is_set() and (waiting := self._store.until_whole()) is not None:
-            self._teller.say(waiting, lambda: {"idle": False})
+            self._reporter.say(waiting, lambda: {"idle": False})
             keeper.check()
             stop.wait(pause)
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)
@@ -202,7 +202,7 @@ class Daemon:
         try:
             ended = self._ended
             last = Waiting(kind=Wait.STOPPED) if ended is None else Waiting(kind=Wait.ENDED, step=ended)
-            self._teller.say_goodbye(last)
+            self._reporter.say_goodbye(last)
             self._store.release_lease()
         except RlbufferError as error:
             # Leaving without the server is fine: the lease runs out by itself.
@@ -212,7 +212,7 @@ class Daemon:
         """Tells every waiting rank at once, then lets the error out."""
         try:
             self._store.set_error(f"{type(error).__name__}: {error}")
-            self._teller.say_goodbye()
+            self._reporter.say_goodbye()
             self._store.release_lease()
         except RlbufferError as second:
             _lead_lost(second)

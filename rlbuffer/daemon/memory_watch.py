@@ -14,7 +14,7 @@ from typing import Any
 from rlbuffer.config.memory_needs import ASK_SHARE, FULL_SHARE, mib
 from rlbuffer.daemon.archiving import Archiving
 from rlbuffer.daemon.memory_rules import Pressure, assumed_limit, stored_bytes
-from rlbuffer.daemon.teller import TELEMETRY_SECONDS
+from rlbuffer.daemon.reporter import TELEMETRY_SECONDS
 from rlbuffer.process.logs import fields
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.waiting import Problem, Trouble

@@ -10,12 +10,12 @@ from typing import Any
 from rlbuffer.batcher.adapters import at_step
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.daemon.teller import Teller
+from rlbuffer.daemon.reporter import Reporter
 from rlbuffer.errors import StepRetired
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.leader import LeaderStore
-from rlbuffer.store.records import Look, PoolEntry
+from rlbuffer.store.records import LeaderRead, PoolEntry
 
 POOL_PAGE = 1000
 """Pool entries per read."""
@@ -29,7 +29,7 @@ class Pending:
     Args:
         store: the run.
         config: what steps are made of.
-        teller: hears of every drop.
+        reporter: hears of every drop.
         since: server time of the takeover, Unix seconds.
         began: the same moment, monotonic seconds.
         needs_advantage: as :class:`~rlbuffer.batcher.batcher.Batcher` takes it.
@@ -39,7 +39,7 @@ class Pending:
         self,
         store: LeaderStore,
         config: BatcherConfig,
-        teller: Teller,
+        reporter: Reporter,
         *,
         since: float,
         began: float,
@@ -47,7 +47,7 @@ class Pending:
     ) -> None:
         self._store = store
         self._config = config
-        self._teller = teller
+        self._reporter = reporter
         self._since = since
         self._began = began
         self._entries: dict[str, PoolEntry] = {}
@@ -102,7 +102,7 @@ class Pending:
                 env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
                 self.drop([Drop(group.group_id, env, Reason.VOID, 0, 0, entry_ids=entry_ids)])
 
-    def look(self, *, block_seconds: float = 0.0, beats: Sequence[str] = ()) -> Look:
+    def look(self, *, block_seconds: float = 0.0, beats: Sequence[str] = ()) -> LeaderRead:
         """Looks at the run, and takes in the page of the pool that was read."""
         look = self._store.take_look(self._cursor, count=POOL_PAGE, block_seconds=block_seconds, beats=beats)
         now = self.now
@@ -116,7 +116,7 @@ class Pending:
                 undecodable.append((_invalid(entry, entry.error), [entry]))
                 continue
             self._entries[entry.entry_id] = entry
-            self._teller.stats.arrived(entry)
+            self._reporter.stats.arrived(entry)
             replaces = self._replaced(entry)
             pushed = min(entry.pushed_ms / 1000, now)  # an id may lie ahead of the clock
             # Time in which no batcher ran does not count against a group that is not full yet.
@@ -127,7 +127,7 @@ class Pending:
                 self._tickets.setdefault(env, []).append(int(number))
         if undecodable:
             self._store.drop(undecodable)
-            self._teller.dropped(drop for drop, _ in undecodable)
+            self._reporter.dropped(drop for drop, _ in undecodable)
             for drop, _ in undecodable:
                 self.batcher.lose(drop)
         return look
@@ -156,9 +156,9 @@ class Pending:
         self._store.drop([(d, [self._entries[e] for e in d.entry_ids]) for d in drops])
         self.batcher.dropped(drops)
         # A group that was trained before is only released: its place in the account stays.
-        self._teller.dropped(drop for drop in drops if not self._used.issuperset(drop.entry_ids))
+        self._reporter.dropped(drop for drop in drops if not self._used.issuperset(drop.entry_ids))
         for drop in drops:
-            self._teller.stats.dropped(self._entries[e] for e in drop.entry_ids if e not in self._used)
+            self._reporter.stats.dropped(self._entries[e] for e in drop.entry_ids if e not in self._used)
             self._forget(drop.entry_ids)
 
     def drop_broken(self, broken: Mapping[str, str]) -> None:
@@ -175,8 +175,8 @@ class Pending:
             if entry_id in self._used:  # what waits for another use goes whole: its other parts would be nobody's
                 whole = [e for i, e in self._entries.items() if i in self._used and e.group_id == entry.group_id]
             else:
-                self._teller.stats.dropped([entry])
-                self._teller.dropped([drop])
+                self._reporter.stats.dropped([entry])
+                self._reporter.dropped([drop])
                 self.batcher.lose(drop)
             for part in whole:
                 self.batcher.remove(part.entry_id)
@@ -197,7 +197,7 @@ class Pending:
             else:
                 self._forget([use.entry_id])
             for reason, rollouts, tokens in use.dropped:
-                self._teller.count(reason, rollouts, tokens)
+                self._reporter.count(reason, rollouts, tokens)
 
     def _forget(self, entry_ids: Iterable[str]) -> None:
         for entry_id in entry_ids:

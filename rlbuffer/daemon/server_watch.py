@@ -16,7 +16,7 @@ CHECK_SECONDS = 10.0
 """Seconds between two looks, each of some small requests."""
 CLOSE_SECONDS = 1.0
 """Longest that leaving waits for a look."""
-Look = Callable[[], Sequence[str]]
+ServerCheck = Callable[[], Sequence[str]]
 """What is wrong with the server now, each with what to do."""
 
 
@@ -27,7 +27,7 @@ class ServerWatch:
         look: makes them; None: nobody does.
     """
 
-    def __init__(self, look: Look | None) -> None:
+    def __init__(self, look: ServerCheck | None) -> None:
         self._look = look
         self._wrong: Sequence[str] = ()
         self._is_over = threading.Event()

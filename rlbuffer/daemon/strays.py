@@ -21,7 +21,7 @@ from rlbuffer.daemon.pending import Pending
 from rlbuffer.process.logs import fields
 from rlbuffer.state.text import plural
 from rlbuffer.store.leader import LeaderStore
-from rlbuffer.store.records import Look
+from rlbuffer.store.records import LeaderRead
 
 _log = logging.getLogger(__name__)
 PAUSE_SECONDS = 0.5
@@ -69,7 +69,7 @@ class Strays:
         """Some were given a short life, and it is not told yet what has become of them."""
         return self._short_lived is not None and not self._is_over
 
-    def sweep(self, look: Look) -> bool:
+    def sweep(self, look: LeaderRead) -> bool:
         """Does a part of the sweep. -> True when it is over, or takes too long for steps to wait."""
         now = time.monotonic()
         if self._is_over and now >= self._next:

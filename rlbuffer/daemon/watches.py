@@ -20,7 +20,7 @@ from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import plural
 from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.leader import LeaderStore
-from rlbuffer.store.records import Attempt, Look, Sources, is_stream
+from rlbuffer.store.records import Attempt, LeaderRead, Sources, is_stream
 
 _log = logging.getLogger(__name__)
 SWEEP_SECONDS = 5.0
@@ -41,7 +41,7 @@ class Watch:
     why: Waiting | None = None
     """No step can be made, nor is any sampled for; what is out may not be known to train."""
 
-    def tick(self, look: Look) -> None:
+    def tick(self, look: LeaderRead) -> None:
         """Sees what the turn has read. Raises ReadAgain."""
 
 
@@ -53,7 +53,7 @@ class Ends(Watch):
         self.known = Sources()
         """What the batcher knows."""
 
-    def tick(self, look: Look) -> None:
+    def tick(self, look: LeaderRead) -> None:
         if look.sources is not None:
             self.known = seen = look.sources
             expected = {f"[worker.{section}]" for section in seen.expected}
@@ -69,7 +69,7 @@ class Claims(Watch):
     def __init__(self, store: LeaderStore, pending: Pending, archive: Archiving) -> None:
         self._store, self._pending, self._archive = store, pending, archive
 
-    def tick(self, look: Look) -> None:
+    def tick(self, look: LeaderRead) -> None:
         if not look.trainer.claim:
             self.why = None
         elif self._archive.is_catching_up(look.meta.step):
@@ -90,7 +90,7 @@ class Claims(Watch):
             raise ReadAgain
 
 
-class Wishes(Watch):
+class OperatorRequests(Watch):
     """Operators may have asked for something (settings, drops, a drain), and taken the run back.
 
     Args:
@@ -103,7 +103,7 @@ class Wishes(Watch):
         self.is_draining = False
         """No tickets are given."""
 
-    def tick(self, look: Look) -> None:
+    def tick(self, look: LeaderRead) -> None:
         if look.meta.epoch != self._epoch:
             raise LeaseLost(
                 f"the run is in epoch {look.meta.epoch}, and was read in epoch {self._epoch}: everything is read again"
@@ -124,7 +124,7 @@ class Retirement(Watch):
         self._may_be_garbage = True
         """An earlier leader may have left payloads to sweep, which wait until they are archived."""
 
-    def tick(self, look: Look) -> None:
+    def tick(self, look: LeaderRead) -> None:
         trainer, newest, share = look.trainer, look.meta.step, self._memory.share
         up_to = self._archive.may_retire(min(trainer.oldest_kept, trainer.trained, newest), share=share)
         if up_to > look.meta.retired:
@@ -137,7 +137,7 @@ class Retirement(Watch):
             self._store.retire(max(up_to, look.meta.retired))
         self._relieve(look)
 
-    def _relieve(self, look: Look) -> None:
+    def _relieve(self, look: LeaderRead) -> None:
         """Where memory is short strays go first, and trained steps only when that was not enough."""
         is_short = self._memory.is_short() or self._strays.are_expiring
         if is_short and not self._strays.sweep(look):
@@ -153,7 +153,7 @@ class OpenRollouts(Watch):
         self._store = store
         self._looked = time.monotonic()
 
-    def tick(self, look: Look) -> None:
+    def tick(self, look: LeaderRead) -> None:
         if time.monotonic() - self._looked > FORGET_SECONDS:
             self._looked = time.monotonic()
             self._store.forget_open_rollouts()
@@ -177,7 +177,7 @@ class TrainerWord(Watch):
         self._store, self._began, self._word = store, began, word
         self._has_heard = False
 
-    def tick(self, look: Look) -> None:
+    def tick(self, look: LeaderRead) -> None:
         trainer, step = look.trainer, look.meta.step
         self._has_heard = self._has_heard or self._hears(trainer)
         self.why = None
@@ -189,7 +189,7 @@ class TrainerWord(Watch):
         elif not trainer.policies:
             self.why = Waiting(kind=Wait.VERSION, step=step + 1, is_stream=is_stream(look.meta))
 
-    def busy(self, look: Look, config: BatcherConfig) -> Waiting | None:
+    def busy(self, look: LeaderRead, config: BatcherConfig) -> Waiting | None:
         """The reason of a trainer that has enough steps; None when the next one may be made.
 
         The trainer of a stream holds as many groups as its update takes, which nobody knows before: there it counts
@@ -216,7 +216,7 @@ class TrainerWord(Watch):
             why = in_hand(look)
         return why and (self.silence(look) or why)
 
-    def silence(self, look: Look) -> Waiting | None:
+    def silence(self, look: LeaderRead) -> Waiting | None:
         """The reason of a trainer that says nothing; None while it speaks."""
         trainer = look.trainer
         if trainer.seen_ms and not is_silent(trainer):
@@ -224,7 +224,7 @@ class TrainerWord(Watch):
         seconds = (trainer.seen_seconds_ago or 0.0) // 10 * 10 if trainer.seen_ms else 0.0
         return Waiting(kind=Wait.TRAINER_GONE, step=look.meta.step, trained=trainer.trained, seconds=seconds)
 
-    def _at_work(self, look: Look) -> Waiting | None:
+    def _at_work(self, look: LeaderRead) -> Waiting | None:
         """The reason of a trainer that speaks, and still trains a step that it took before the server was away."""
         trainer, step = look.trainer, look.meta.step
         has_spoken = trainer.seen_ms not in (0, self._word)
@@ -246,7 +246,7 @@ class Envs(Watch):
         self._paused: frozenset[str] = frozenset()
         self._dead: frozenset[str] = frozenset()
 
-    def tick(self, look: Look) -> None:
+    def tick(self, look: LeaderRead) -> None:
         for env in sorted(look.paused - self._paused):
             self._batcher.pause(env)
             _log.info("%s is paused: steps go on without it", env, extra=fields("env", env=env, state="paused"))
@@ -276,7 +276,7 @@ class Envs(Watch):
         self._dead = frozenset(dead)
 
 
-def in_hand(look: Look) -> Waiting | None:
+def in_hand(look: LeaderRead) -> Waiting | None:
     """The reason of a trainer whose rank 0 trains the next step already, and will hand it back."""
     hand = look.trainer.hand
     is_next = bool(hand.digest) and hand.step > look.meta.step

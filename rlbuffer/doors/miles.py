@@ -173,7 +173,7 @@ def group_of(taken: Taken) -> list[Any]:
 
 
 # -- the seam ----------------------------------------------------------------------------------------------------------
-class Line:
+class MilesRun:
     """The run between miles' producer and its train calls, from any of its threads."""
 
     def __init__(self, buffer: Buffer, *, batch: int, start: int, save_interval: int | None) -> None:
@@ -278,7 +278,7 @@ def _data_buffer() -> Any:
             _check_buffer(self, args)
             self._reward_key = args.reward_key
             run = os.environ.get(RUN_VARIABLE)
-            self._line = Line(
+            self._line = MilesRun(
                 connect(run=run) if run else connect(),
                 batch=args.rollout_batch_size,
                 start=int(args.start_rollout_id or 0),

@@ -224,14 +224,14 @@ def samples_of(taken: Taken) -> Iterator[Any]:
                 old_log_probs=sequence.logprobs.copy(),
                 advantage=note["advantage"],
                 model_version=note["model_version"],
-                group_id=Place(taken, index, rollout.rollout_id, number),
+                group_id=GroupNumber(taken, index, rollout.rollout_id, number),
                 metrics=dict(note["metrics"]),
                 enqueued_at=note["enqueued_at"],
             )
             index += 1
 
 
-class Place(int):
+class GroupNumber(int):
     """A group's number that remembers which sample of the stream it came with: TRL hands it on to its collator."""
 
     place: int
@@ -239,7 +239,7 @@ class Place(int):
     rollout_id: str
     sequence: int
 
-    def __new__(cls, taken: Taken, index: int, rollout_id: str, sequence: int) -> Place:
+    def __new__(cls, taken: Taken, index: int, rollout_id: str, sequence: int) -> GroupNumber:
         made = super().__new__(cls, taken.place - 1)
         made.place, made.index, made.rollout_id, made.sequence = taken.place, index, rollout_id, sequence
         return made
@@ -250,7 +250,7 @@ class Place(int):
 class GivenGroup:
     """A group whose samples are in TRL's hands."""
 
-    samples: list[Place]
+    samples: list[GroupNumber]
     first: int
     """Samples before this one were trained before the checkpoint."""
     trained: set[int] = field(default_factory=set)
@@ -267,7 +267,7 @@ class SampleStream:
         self._ready: queue.Queue[Any] = queue.Queue(QUEUED_SAMPLES)
         self._error: BaseException | None = None
         self.groups: dict[int, GivenGroup] = {}
-        """Place -> group, of those that are given and not acknowledged."""
+        """Number -> group, of those that are given and not acknowledged."""
 
     def start(self, state: Mapping[str, Any]) -> None:
         """Begins behind what `state` says."""
@@ -295,7 +295,7 @@ class SampleStream:
         """Samples that wait for the data loader."""
         return self._ready.qsize()
 
-    def acknowledge(self, places: Iterable[Place]) -> None:
+    def acknowledge(self, places: Iterable[GroupNumber]) -> None:
         """These samples are trained. Those before the last of them that are not among them never will be."""
         places = list(places)
         if not places:
@@ -335,17 +335,17 @@ class MicroBatches(set[int]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[list[Place]] = []
+        self._made: list[list[GroupNumber]] = []
         self._number: dict[int, int] = {}
 
     def update(self, *groups: Iterable[int]) -> None:
         """Hears of the group of each sample of a micro-batch."""
         for its in groups:
-            places = [place for place in its if isinstance(place, Place)]
+            places = [place for place in its if isinstance(place, GroupNumber)]
             self._made.append(places)
             super().update(self._number.setdefault(place.place, len(self._number)) for place in places)
 
-    def take(self, count: int) -> list[Place]:
+    def take(self, count: int) -> list[GroupNumber]:
         """The samples of the next `count` micro-batches, which are trained."""
         done, self._made = self._made[:count], self._made[count:]
         return [place for places in done for place in places]

@@ -114,7 +114,7 @@ class Flight:
 
 
 @dataclass(slots=True)
-class Tally:
+class GatewayCounts:
     """What this process has done."""
 
     calls: int = 0
@@ -136,7 +136,7 @@ class Answering:
     def __init__(self, store: GatewayStore, fleet: Fleet, settings: GatewaySettings) -> None:
         self._store, self._fleet, self._settings = store, fleet, settings
         self._run = RunServer(store)
-        self.tally = Tally()
+        self.tally = GatewayCounts()
         self._flights: dict[tuple[str, str], list[Flight]] = {}
         self._refusals: dict[tuple[str, str], list[tuple[float, int]]] = {}
         """Request -> monotonic time and count of its tries that were told to come again."""

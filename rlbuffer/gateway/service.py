@@ -49,9 +49,9 @@ from rlbuffer.gateway.dialects.messages import MESSAGES
 from rlbuffer.gateway.dialects.responses import RESPONSES
 from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.experts import counts_of
+from rlbuffer.gateway.heartbeat import GatewayHeartbeat
 from rlbuffer.gateway.loading import Loader, loads_weights
 from rlbuffer.gateway.opening import Opening
-from rlbuffer.gateway.pulse import Pulse
 from rlbuffer.gateway.request import AgentRequest, Refused, loaded, mapping, required, text, whole_text
 from rlbuffer.gateway.rollouts import checked_about
 from rlbuffer.gateway.run_server import RETRY_SECONDS, ended_refusal, unknown_refusal
@@ -114,7 +114,7 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
     token = token_for(settings.gateway.listen)
     store = buffer.store.role(GatewayStore)
     await in_thread(store.open_run)
-    pulse = Pulse(store, name)
+    heartbeat = GatewayHeartbeat(store, name)
     given = settings.gateway
     experts = counts_of(settings)
     if experts is not None:
@@ -130,7 +130,7 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
         top_k=given.top_k,
         experts=experts,
     )
-    gateway = Gateway(store, settings, fleet, name=name, token=token, pulse=pulse)
+    gateway = Gateway(store, settings, fleet, name=name, token=token, heartbeat=heartbeat)
     loader = Loader(
         store,
         settings.gateway.engines,
@@ -141,9 +141,9 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
         await fleet.start()
         await gateway.start()
         if loads_weights(settings):
-            pulse.loader = loader
+            heartbeat.loader = loader
             loader.start()
-        pulse.start()
+        heartbeat.start()
         _log.info("listens at %s", gateway.url, extra=fields("ready", url=gateway.url))
         while not stop.is_set():
             await asyncio.sleep(STOP_POLL_SECONDS)
@@ -152,9 +152,9 @@ async def _serve(buffer: Buffer, name: str, settings: RunSettings, stop: threadi
         await loader.close()
         await fleet.close()
         if gateway.url:
-            await asyncio.to_thread(pulse.close)
+            await asyncio.to_thread(heartbeat.close)
     tally = gateway.answering.tally
-    _log.info("stopped: %d calls, %d groups", tally.calls, pulse.groups, extra=fields("stopped", calls=tally.calls))
+    _log.info("stopped: %d calls, %d groups", tally.calls, heartbeat.groups, extra=fields("stopped", calls=tally.calls))
 
 
 class Gateway:
@@ -166,7 +166,7 @@ class Gateway:
         fleet: its engines.
         name: of this process, for people.
         token: of whoever begins and ends; "" for none.
-        pulse: hears what it does.
+        heartbeat: hears what it does.
     """
 
     def __init__(
@@ -177,14 +177,14 @@ class Gateway:
         *,
         name: str = "gateway",
         token: str = "",
-        pulse: Pulse | None = None,
+        heartbeat: GatewayHeartbeat | None = None,
     ) -> None:
         self._store, self._settings, self._fleet, self._token = store, settings.gateway, fleet, token
-        self.pulse = pulse or Pulse(store, name)
+        self.heartbeat = heartbeat or GatewayHeartbeat(store, name)
         self._is_free = settings.gateway.forced_choices == "auto"
         self.answering = Answering(store, fleet, settings.gateway)
-        self.sweeper = Sweeper(store, settings, name, self.pulse.pushed)
-        self.pulse.answering, self.pulse.sweeper, self.pulse.fleet = self.answering, self.sweeper, fleet
+        self.sweeper = Sweeper(store, settings, name, self.heartbeat.pushed)
+        self.heartbeat.answering, self.heartbeat.sweeper, self.heartbeat.fleet = self.answering, self.sweeper, fleet
         self.url = ""
         """``http://HOST:PORT``, once it listens."""
         self._runner: web.AppRunner | None = None
@@ -214,7 +214,7 @@ class Gateway:
         host = "127.0.0.1" if host in ("", *NOWHERE) else host
         port = self._runner.addresses[0][1]
         self.url = self._settings.url.rstrip("/") or f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        self.pulse.listens = self.url
+        self.heartbeat.listens = self.url
         self.sweeper.start()
 
     async def close(self) -> None:
@@ -313,7 +313,7 @@ class Gateway:
             begun: Begun | None = await _on_server(opening.take)
             if begun is not None:
                 return begun
-            self.pulse.lacks_ticket(env)
+            self.heartbeat.lacks_ticket(env)
             if time.monotonic() >= deadline:
                 raise Refused(
                     f"no ticket of env {env} is out now: what is pending and under way is enough, so ask again. "
@@ -322,7 +322,7 @@ class Gateway:
                     code="no_ticket",
                     retry_seconds=RETRY_SECONDS,
                 )
-            with self.pulse.waiting_for_ticket():
+            with self.heartbeat.waiting_for_ticket():
                 await asyncio.sleep(TICKET_POLL_SECONDS)
 
     async def _touch(self, request: web.Request) -> web.Response:
@@ -346,7 +346,7 @@ class Gateway:
             status = await _on_server(lambda: self._ended(end_key, end))
         except Refused as refused:
             if refused.code == "other_end":
-                self.pulse.other_ends += 1
+                self.heartbeat.other_ends += 1
                 _log.warning("open rollout %s got another end than it has: the first one stands", name_of(end_key))
             raise
         group_id = end_key.rsplit(".", 2)[0]  # the store has found it

@@ -114,7 +114,7 @@ def heard(logger: str, take: Callable[[dict[str, Any]], None], level: int = logg
         log.setLevel(was)
 
 
-class Lasting:
+class RateLimited:
     """Decides when to say a trouble that is met again and again: at once, then every minute."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from rlbuffer.state.text import amount, plural
 EVERY_SECONDS = 10.0
 
 
-class Progress:
+class ThroughputLog:
     """Says how many groups, rollouts and tokens there were since it last said so.
 
     Args:

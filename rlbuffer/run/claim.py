@@ -17,7 +17,7 @@ from rlbuffer.store.member import Member
 CLAIM_LOOK_SECONDS = 0.5
 
 
-class Claim(Heartbeats):
+class SupervisorHeartbeat(Heartbeats):
     """The heartbeat of a supervisor. Call `refuse_second` before `start`."""
 
     def __init__(self, store: Member, run: str) -> None:

@@ -38,7 +38,7 @@ from rlbuffer.process.identity import may_live, visible_from
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.run import members
 from rlbuffer.run.child import Child, send, signal_name
-from rlbuffer.run.claim import Claim
+from rlbuffer.run.claim import SupervisorHeartbeat
 from rlbuffer.run.run_log import LOG_FILE, RunLog, Say
 from rlbuffer.state.heartbeats import FRESH_SECONDS
 from rlbuffer.state.text import plural
@@ -109,7 +109,7 @@ class Supervisor:
                 settings.redis_url, run=settings.run, config=settings, name="supervisor", origin=self._origin
             ) as buffer:
                 operator = buffer.store.role(OperatorStore)
-                claim = Claim(operator, settings.run)
+                claim = SupervisorHeartbeat(operator, settings.run)
                 claim.refuse_second(stop)
                 operator.open_run()
                 operator.expect(settings.worker)
@@ -240,7 +240,7 @@ class Supervisor:
         self,
         children: list[Child],
         buffer: Buffer,
-        claim: Claim,
+        claim: SupervisorHeartbeat,
         stop: threading.Event,
         tick: Callable[[], None],
     ) -> int:

@@ -36,7 +36,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.process.heartbeat import starting
 from rlbuffer.process.logs import fields
-from rlbuffer.process.progress import Progress
+from rlbuffer.process.progress import ThroughputLog
 from rlbuffer.process.signals import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group
@@ -127,7 +127,7 @@ class _Scorer:
         self._store = buffer.store.role(ScorerStore)
         self._gives, self._envs = frozenset(options.adds), frozenset(options.envs)
         self._reference, self._rewards, self._stop = reference, rewards, stop
-        self._progress = Progress(_log, "scored")
+        self._progress = ThroughputLog(_log, "scored")
         self._owner = uuid.uuid4().hex
         self._beat = Beat(self._store, name, owner=self._owner, gives=options.adds, envs=options.envs)
         self._found: dict[str, _Pending] = {}

@@ -47,7 +47,7 @@ from rlbuffer.store.open_rollouts import (
     ticket_of,
     waiting_groups,
 )
-from rlbuffer.store.producer import Source
+from rlbuffer.store.producer import PushOrigin
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, number, text
 from rlbuffer.store.worker import LONGEST_TICKET_SECONDS, WorkerStore
@@ -384,7 +384,9 @@ class GatewayStore(WorkerStore):
             )
         names, is_spread = names_of(waiting.group_id, waiting.size), self.connection.is_cluster
         # Another name for the payload of each try: two gateways need not make the same bytes of it.
-        source = Source(self.keys, waiting.group_id, uuid.uuid4().hex, waiting.epoch, is_spread=is_spread, opened=names)
+        source = PushOrigin(
+            self.keys, waiting.group_id, uuid.uuid4().hex, waiting.epoch, is_spread=is_spread, opened=names
+        )
         outcomes, error = self._push_from(source, [(group, "")], 1)
         if error is None:
             return outcomes[0]

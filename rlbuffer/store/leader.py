@@ -29,7 +29,7 @@ from rlbuffer.store.member import TicketStore
 from rlbuffer.store.open_rollouts import names_of
 from rlbuffer.store.planned import Planned
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries, reused_groups
-from rlbuffer.store.records import Attempt, Claim, Decided, Lease, Look, Meta, PoolEntry, Reused
+from rlbuffer.store.records import Attempt, Claim, Decided, LeaderRead, Lease, Meta, PoolEntry, Reused
 from rlbuffer.store.server.append_file import until_whole
 from rlbuffer.store.server.script import Script
 from rlbuffer.store.session import BLOCK_SECONDS, entries, number, raise_first, sound, text
@@ -183,7 +183,7 @@ class LeaderStore(TicketStore):
 
     def take_look(
         self, after: str = "0-0", *, count: int = 1000, block_seconds: float = 0.0, beats: Sequence[str] = ()
-    ) -> Look:
+    ) -> LeaderRead:
         """INGEST: what a turn needs, with the pool behind the cursor as :meth:`read_pool` has it, and the heartbeats of
         the kinds `beats`. In a cluster it makes the payloads permanent."""
         keys, envs = self.keys, self._ends
@@ -216,7 +216,7 @@ class LeaderStore(TicketStore):
         if self.connection.is_cluster:
             self.paged(found, lambda pipe, entry: pipe.persist(entry.payload_key))
         now = seconds_of(time)
-        return Look(
+        return LeaderRead(
             entries=found,
             sources=sources if len(found) < count else None,
             meta=self._meta_of(meta),

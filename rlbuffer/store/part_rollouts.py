@@ -37,7 +37,7 @@ _UNSAID = [name for name in ROW_DTYPE.names or () if name not in (*Announced._fi
 """Numbers of a sequence that its payload does not say."""
 
 
-class Source(NamedTuple):
+class SourcePush(NamedTuple):
     """A push that sequences of a part lie in."""
 
     payload_key: str
@@ -65,7 +65,7 @@ class PartRollouts(LazyRecords[PartRollout]):
     def __init__(
         self,
         table: NDArray[np.void],
-        sources: Sequence[Source],
+        sources: Sequence[SourcePush],
         ids: Sequence[str] | None = None,
         rewards: Sequence[Mapping[str, float]] | None = None,
     ) -> None:
@@ -79,7 +79,7 @@ class PartRollouts(LazyRecords[PartRollout]):
     def joined(cls, parts: Iterable[PartRollouts]) -> PartRollouts:
         """The sequences of several parts of one step, one part after the other."""
         tables = [np.empty(0, PART_ROW)]
-        sources: list[Source] = []
+        sources: list[SourcePush] = []
         ids: list[str] = []
         rewards: list[Mapping[str, float]] = []
         for part in parts:
@@ -91,7 +91,7 @@ class PartRollouts(LazyRecords[PartRollout]):
         return cls(np.concatenate(tables), sources, ids, rewards)
 
     def of_push(self, name: str) -> list[Any]:
-        """A value of the push of each sequence, by the name of a field of :class:`Source`."""
+        """A value of the push of each sequence, by the name of a field of :class:`StepSource`."""
         values = [getattr(source, name) for source in self._sources]
         return [values[number] for number in self.table["source"].tolist()]
 

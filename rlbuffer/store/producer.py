@@ -65,10 +65,10 @@ class ProducerStore(Member):
         )
         if error is None:
             return outcomes[0]
-        source = Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        source = PushOrigin(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         raise self._explained(error, source, group, sequence) from error
 
-    def _explained(self, error: RlbufferError, source: Source, group: Group, sequence: int) -> RlbufferError:
+    def _explained(self, error: RlbufferError, source: PushOrigin, group: Group, sequence: int) -> RlbufferError:
         """The error of a push that failed: what it says of the push itself where that is the cause."""
         is_strange = isinstance(error, ServerRefused) and not error.is_known
         is_refused = is_strange or isinstance(error, WrongAnswer | ServerUnsuitable)
@@ -96,11 +96,11 @@ class ProducerStore(Member):
         -> what `push` returns, of the first of them, and the error of the one that stopped it; where a connection
         broke, others may be stored. Raises InvalidRollout, ServerUnreachable, ServerRefused before it stores anything.
         """
-        source = Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        source = PushOrigin(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         return self._push_from(source, pushes, sequence)
 
     def _push_from(
-        self, source: Source, pushes: Sequence[tuple[Group, str]], sequence: int
+        self, source: PushOrigin, pushes: Sequence[tuple[Group, str]], sequence: int
     ) -> tuple[list[tuple[PushStatus, str]], RlbufferError | None]:
         """:meth:`push_many` of a source."""
         sent = [_Push(source, n, group, replaces) for n, (group, replaces) in enumerate(pushes, sequence)]
@@ -117,7 +117,7 @@ class ProducerStore(Member):
     def leave_out(self, *, producer: str, incarnation: str, sequence: int, epoch: int) -> str:
         """Takes a sequence for a push that never comes. -> "", or the entry's id when the push is stored all the same.
         Raises as :meth:`push`."""
-        source = Source(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        source = PushOrigin(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         keys = self.keys
         # A push that would take the place of what was never there: PUSH notes its sequence, and stores nothing.
         args = [epoch, sequence, "", "", "", source.suffix(sequence), 0, 0, b"", NEVER_THERE, keys.payload_prefix, 0]
@@ -138,7 +138,7 @@ class ProducerStore(Member):
         # A lost reply may count twice. That is better than a writer that fails because it could not count.
         self._tell((self.keys.ledger,), ("count", "lost", pushes))
 
-    def _move_pushes(self, source: Source, batch: Sequence[_Push]) -> Iterator[tuple[PushStatus, str]]:
+    def _move_pushes(self, source: PushOrigin, batch: Sequence[_Push]) -> Iterator[tuple[PushStatus, str]]:
         """Makes pushes pending.
 
         -> their outcomes, until one is refused: its error comes out. The script refuses those behind it as a gap, so
@@ -165,7 +165,7 @@ class ProducerStore(Member):
         if stop is not None:
             raise stop
 
-    def _send(self, source: Source, batch: Sequence[_Push], replies: list[Any]) -> None:
+    def _send(self, source: PushOrigin, batch: Sequence[_Push], replies: list[Any]) -> None:
         """Sends the script of each push, and before it its payload unless that is stored, in one round trip.
 
         `replies` gets that of each script; in the place of one whose payload was not stored, the reason why.
@@ -190,7 +190,7 @@ class ProducerStore(Member):
             for push in batch:
                 replies.append(script(names, push.args))
 
-    def _settle(self, source: Source, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
+    def _settle(self, source: PushOrigin, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
         """Makes the payloads of what is pending permanent, in a cluster, where the script does not reach them.
 
         The leader does it for a producer that dies before this. A payload that it took for a stray meanwhile, where
@@ -213,7 +213,7 @@ class ProducerStore(Member):
         if gone:
             self._store_payloads(gone)
 
-    def _outcome(self, source: Source, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
+    def _outcome(self, source: PushOrigin, push: _Push, reply: Sequence[Any]) -> tuple[PushStatus, str]:
         status, sequence = text(reply[0]), push.sequence
         if status == "LATE":
             return PushStatus.DUPLICATE, ""
@@ -248,7 +248,7 @@ class ProducerStore(Member):
             raise self.gone(reply, source.epoch)
         raise self.unexpected("push", reply)
 
-    def _gap(self, reply: Sequence[Any], source: Source, sequence: int) -> ProducerGap:
+    def _gap(self, reply: Sequence[Any], source: PushOrigin, sequence: int) -> ProducerGap:
         return ProducerGap(
             f"push {sequence} of producer {source.producer!r} came, but the server's last is {text(reply[1])}: "
             f"it lost acknowledged writes ({source.key})",
@@ -315,7 +315,7 @@ def _fault(push: _Push, replies: Sequence[Any]) -> Exception | None:
     return None
 
 
-class Source:
+class PushOrigin:
     """The producer of pushes: a worker or a scorer, by its own key; or a group of open rollouts, which is its own."""
 
     def __init__(
@@ -341,7 +341,7 @@ class Source:
 class _Push:
     """A push as it is sent. Raises InvalidRollout when it is too large for the wire."""
 
-    def __init__(self, source: Source, sequence: int, group: Group, replaces: str = "") -> None:
+    def __init__(self, source: PushOrigin, sequence: int, group: Group, replaces: str = "") -> None:
         self.sequence, self.group, self.replaces = sequence, group, replaces
         self.suffix, self.key = source.suffix(sequence), source.unnamed(group, sequence)
         self.name = source.keys.payload(group.group_id, self.suffix)

@@ -14,7 +14,7 @@ import msgspec
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.hand import NOTHING, Hand
+from rlbuffer.store.step_in_hand import NOTHING, StepInHand
 from rlbuffer.wire import payload
 
 MAX_TRAINER_BYTES = 64 * 2**10
@@ -179,7 +179,7 @@ class Attempt:
     """No attempt has made a version above this one in this line; known to the attempt's own process."""
     server: str = ""
     """Server that the trainer last spoke to (:meth:`~rlbuffer.store.session.Session.server_id`)."""
-    hand: Hand = NOTHING
+    hand: StepInHand = NOTHING
     is_finished: bool = False
     """It has made its last step, and said so."""
     claim: bytes = b""
@@ -198,7 +198,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class LeaderRead:
     """State of the run as the leader reads it in a turn, in one round trip: the sources first, then the pool, then the
     rest. An env is done on the server after its last push is there, and so before the pool is read to its end."""
 
@@ -379,7 +379,7 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class WorkerAnswers:
     """The answers to a worker that asks for all it waits for at once."""
 
     numbers: tuple[int, ...]
@@ -393,7 +393,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Violation:
     """One violated invariant."""
 
     invariant: str
@@ -405,7 +405,7 @@ class Finding:
 class Report:
     """The findings of `verify`. `ok` when there are none."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Violation, ...]
     checked: Mapping[str, int]
     """Numbers of the things that were looked at: entries, rollouts, steps, payloads."""
 

@@ -25,7 +25,7 @@ from rlbuffer.records.info import FURTHER, HAS_REWARD, IS_TRUNCATED
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import AdapterProgress, StepPlan
-from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, Source, StepPart
+from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, SourcePush, StepPart
 from rlbuffer.store.planned import Planned, numbered
 from rlbuffer.store.records import Meta, PoolEntry, is_stream
 from rlbuffer.wire import payload
@@ -44,7 +44,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: _Count
     row_tokens: _Count
     rows_per_micro_batch: _Count
-    sources: list[Source]
+    sources: list[SourcePush]
     rollouts: bytes
     """Of :data:`PART_ROW` each, in the order of the rows."""
     ids: list[str] | None
@@ -198,9 +198,9 @@ def encoded_parts(planned: Planned, prefix: str = "") -> Iterator[bytes]:
         yield sealed(_ENCODER.encode(part))
 
 
-def _source(entry: PoolEntry, adapter: str, prefix: str) -> Source:
+def _source(entry: PoolEntry, adapter: str, prefix: str) -> SourcePush:
     info = entry.info
-    return Source(
+    return SourcePush(
         payload_key=entry.payload_key.removeprefix(prefix),
         group_id=entry.group_id,
         env=entry.env,

@@ -19,13 +19,13 @@ from rlbuffer.records.checks import as_integer
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import ReportStatus
 from rlbuffer.store.claim import encode_claim
-from rlbuffer.store.hand import NOTHING, Hand, RankZero
 from rlbuffer.store.history import TrainerStarted
 from rlbuffer.store.member import Member
 from rlbuffer.store.pool import HISTORY_ENTRIES
 from rlbuffer.store.records import Attempt, Claim, TrainedStep
 from rlbuffer.store.session import number as number_of
 from rlbuffer.store.session import text
+from rlbuffer.store.step_in_hand import NOTHING, RankZero, StepInHand
 from rlbuffer.store.unused import unused_lines
 from rlbuffer.wire import payload
 
@@ -104,7 +104,7 @@ class TrainerStore(Member):
         newest: int = 0,
         claim: Claim | None = None,
         server: str = "",
-        hand: Hand = NOTHING,
+        hand: StepInHand = NOTHING,
         takes: bool = False,
         unused: Iterable[TrainedStep] = (),
         finished: bool = False,
@@ -160,7 +160,7 @@ class TrainerStore(Member):
         names = ("number", "world_size", "at", "seen")
         *values, hand = self.look(lambda client: client.hmget(self.keys.trainer, *names, "hand"))
         number, world_size, at, seen_ms = (number_of(value) or 0 for value in values)
-        return RankZero(attempt=number, world_size=world_size, at=at, seen_ms=seen_ms, hand=Hand.of(hand or b""))
+        return RankZero(attempt=number, world_size=world_size, at=at, seen_ms=seen_ms, hand=StepInHand.of(hand or b""))
 
     def announce(self, number: int, version: PolicyVersion) -> bool:
         """ANNOUNCE. -> False when an equal or newer version is already there, unless only this one has weights.

@@ -22,7 +22,6 @@ from rlbuffer.errors import (
 from rlbuffer.records.checks import MAX_COUNT
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.store.hand import Hand
 from rlbuffer.store.keys import RUNS, SCHEMA, Keys
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.part_rollouts import StepBytes, StepPart
@@ -51,6 +50,7 @@ from rlbuffer.store.session import (
     text,
 )
 from rlbuffer.store.step_format import decode_header, decode_part
+from rlbuffer.store.step_in_hand import StepInHand
 from rlbuffer.store.unused import unused_of
 from rlbuffer.wire import payload
 
@@ -363,7 +363,7 @@ class Viewer(Session):
             seen_ms=whole(b"seen"),
             claim=fields.get(b"claim", b""),
             server=text(fields.get(b"server", b"")),
-            hand=Hand.of(fields.get(b"hand", b"")),
+            hand=StepInHand.of(fields.get(b"hand", b"")),
             is_finished=fields.get(b"finished", b"") == fields.get(b"number"),
             seen_seconds_ago=abs(now - whole(b"seen") / 1000),  # later than now: before the clock was set back
             announced=versions,

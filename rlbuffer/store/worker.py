@@ -16,7 +16,7 @@ import redis
 from rlbuffer.errors import EnvDone, RunEnded, ServerRefused, WrongAnswer
 from rlbuffer.store.member import TicketStore, beat_args
 from rlbuffer.store.producer import ProducerStore
-from rlbuffer.store.records import Asked, policy_of
+from rlbuffer.store.records import WorkerAnswers, policy_of
 from rlbuffer.store.server.connection import Connection
 from rlbuffer.store.session import DEFAULT_PATIENCE_SECONDS, number, raise_first, text
 from rlbuffer.wire import payload
@@ -77,7 +77,7 @@ class WorkerStore(TicketStore, ProducerStore):
         size: int | None,
         section: str,
         known_end: str = "",
-    ) -> Asked:
+    ) -> WorkerAnswers:
         """`take_tickets`, and in the same round trip the worker's heartbeat and looks at the newest policy version and
         at whether the run drains. The heartbeat is stored also where the tickets are refused. Raises as
         `take_tickets`."""
@@ -99,7 +99,7 @@ class WorkerStore(TicketStore, ProducerStore):
             return [not isinstance(heard, Exception), *replies]  # whatever is wrong with a heartbeat is its own trouble
 
         heard, reply, policy, is_draining = self.call(send, op="ticket")
-        return Asked(
+        return WorkerAnswers(
             numbers=tuple(self._numbers(env, reply)),
             policy=policy_of("", policy),
             is_draining=bool(is_draining),

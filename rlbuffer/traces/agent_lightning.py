@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from rlbuffer.traces.agent_lightning_events import Told, attempts, logprobs_of
-from rlbuffer.traces.attempt import Attempt
+from rlbuffer.traces.attempt import TraceAttempt
 from rlbuffer.traces.calls import Call, call_of
 from rlbuffer.traces.values import Value
 from rlbuffer.wire.jsonl import values_of_line
@@ -30,7 +30,7 @@ RESPONSE_IDS = ("gen_ai.response.id", "agentlightning.operation.output.id", "llm
 REWARD = re.compile(r"agentlightning\.reward\.(\d+)\.(name|value)")
 
 
-def spans(records: Sequence[Value]) -> Iterator[Attempt]:
+def spans(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt per attempt id of a rollout; one that was retried has several, of which the last counts."""
     yield from attempts(records, _of_spans)
 

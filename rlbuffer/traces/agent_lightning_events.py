@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rlbuffer.records.failure import Failure
-from rlbuffer.traces.attempt import Attempt
+from rlbuffer.traces.attempt import TraceAttempt
 from rlbuffer.traces.calls import Call, call_of, line, sequences_of
 from rlbuffer.traces.values import Value
 
@@ -19,12 +19,12 @@ Told = tuple[list[Call], dict[str, float], float | None]
 """Calls in order, named rewards, and the reward."""
 
 
-def events(records: Sequence[Value]) -> Iterator[Attempt]:
+def events(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt per attempt id of a rollout; one that was retried has several, of which the last counts."""
     yield from attempts(records, _of_events)
 
 
-def triplets(records: Sequence[Value]) -> Iterator[Attempt]:
+def triplets(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt per completed rollout."""
     for record in records:
         calls = [_of_triplet(one) for one in record["triplets"] if one["response"].get("token_ids").listed()]
@@ -39,7 +39,7 @@ def _of_triplet(one: Value) -> Call:
     return call_of(prompt["token_ids"], response["token_ids"], logprobs_of(logprobs))
 
 
-def attempts(records: Sequence[Value], told: Callable[[Sequence[Value]], Told]) -> Iterator[Attempt]:
+def attempts(records: Sequence[Value], told: Callable[[Sequence[Value]], Told]) -> Iterator[TraceAttempt]:
     """The attempts at one rollout."""
     tries: dict[str, list[Value]] = {}
     for record in records:
@@ -48,7 +48,7 @@ def attempts(records: Sequence[Value], told: Callable[[Sequence[Value]], Told]) 
     *earlier, last = tries.items()
     for name, found in earlier:
         failed = Failure("retried", f"attempt {name} was made again")
-        yield Attempt(at=found[0], group=rollout, prompt=rollout, failure=failed)
+        yield TraceAttempt(at=found[0], group=rollout, prompt=rollout, failure=failed)
     yield _attempt(last[1][0], rollout, told(last[1]), "")
 
 
@@ -57,9 +57,9 @@ def rollout_of(record: Value) -> str:
     return record["rollout_id"].text()
 
 
-def _attempt(at: Value, rollout: str, told: Told, data_id: str) -> Attempt:
+def _attempt(at: Value, rollout: str, told: Told, data_id: str) -> TraceAttempt:
     calls, rewards, reward = told
-    return Attempt(
+    return TraceAttempt(
         at=at,
         group=data_id,
         prompt=data_id,

@@ -37,7 +37,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class TraceAttempt:
     """One attempt: a rollout, once its sequences are there."""
 
     at: Value
@@ -66,7 +66,7 @@ class Attempt:
     """What else is worth keeping."""
 
 
-def rollout_of(attempt: Attempt, *, policy_version: int | None) -> Rollout:
+def rollout_of(attempt: TraceAttempt, *, policy_version: int | None) -> Rollout:
     """The rollout of an attempt that has sequences.
 
     Raises:
@@ -99,7 +99,7 @@ def as_far_as_read(failure: Failure | None, read: Callable[[], Sequence[Stretch]
         return ()
 
 
-def _fields(attempt: Attempt, stretch: Stretch, version: int | None) -> dict[str, Any]:
+def _fields(attempt: TraceAttempt, stretch: Stretch, version: int | None) -> dict[str, Any]:
     """Those of the sequence, as sampled by `version` where the producer names none."""
     spans = stretch.version_spans
     if not spans:

@@ -16,7 +16,7 @@ from rlbuffer.traces import (
     slime,
     verifiers,
 )
-from rlbuffer.traces.attempt import Attempt
+from rlbuffer.traces.attempt import TraceAttempt
 from rlbuffer.traces.values import Value
 
 
@@ -30,7 +30,7 @@ class Format:
     """What it is, for people."""
     fields: tuple[str, ...]
     """A record that has all of these, of any depth (``steps.0.metrics``), is one."""
-    attempts: Callable[[Sequence[Value]], Iterator[Attempt]]
+    attempts: Callable[[Sequence[Value]], Iterator[TraceAttempt]]
     """What the records of one rollout say."""
     rollout: Callable[[Value], Hashable] = lambda record: None
     """What the records of one rollout have in common; None: this one is a rollout, or several, by itself."""

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from rlbuffer.records.failure import Failure
-from rlbuffer.traces.attempt import Attempt, Stretch, as_far_as_read
+from rlbuffer.traces.attempt import Stretch, TraceAttempt, as_far_as_read
 from rlbuffer.traces.calls import Call, call_of, line, sequences_of
 from rlbuffer.traces.values import Value
 
@@ -25,7 +25,7 @@ LIMIT = re.compile(r"Agent(Execution)?Timeout|(Context|Output)Length|Max\w*(Turn
 ABSENT = Failure("no_tokens", "the agent needs collect_rollout_details = true")
 
 
-def trials(records: Sequence[Value]) -> Iterator[Attempt]:
+def trials(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt per trial."""
     for record in records:
         results = [record, *record.get("step_results").listed()]
@@ -38,7 +38,7 @@ def trials(records: Sequence[Value]) -> Iterator[Attempt]:
             failure = Failure(kinds[0], errors[0].get("exception_message").text())
         elif not segments:
             failure = ABSENT
-        yield Attempt(
+        yield TraceAttempt(
             at=record,
             group=record["task_name"].text(),
             prompt=record["task_name"].text(),
@@ -65,12 +65,12 @@ def _turns(segment: Value) -> list[Call]:
     return [call_of(*turn) for turn in zip(prompts, answers, logprobs, strict=True)]
 
 
-def trajectories(records: Sequence[Value]) -> Iterator[Attempt]:
+def trajectories(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt: documents of one `session_id` belong together, as a trajectory and its continuation."""
     first = records[0]
     run, name = run_of(first) or f"{first.place}#0", first["agent"].get("name").text()
     sequences = tuple(sequence for record in records for sequence in _sequences(record))
-    yield Attempt(
+    yield TraceAttempt(
         at=first,
         group=run,
         prompt=_task(first),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from rlbuffer.records.failure import Failure
-from rlbuffer.traces.attempt import Attempt, Stretch, as_far_as_read
+from rlbuffer.traces.attempt import Stretch, TraceAttempt, as_far_as_read
 from rlbuffer.traces.calls import Call, call_of, line, parents_of, paths_of, sequences_of
 from rlbuffer.traces.values import Value
 
@@ -23,7 +23,7 @@ VERSION = 1
 """Of the record that is read."""
 
 
-def entries(records: Sequence[Value]) -> Iterator[Attempt]:
+def entries(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt, of one rollout id; entries have no reward."""
     found: dict[str, Value] = {}
     for record in records:
@@ -42,7 +42,7 @@ def entries(records: Sequence[Value]) -> Iterator[Attempt]:
         failure = Failure("empty", "no call sampled anything that is trained")
     rollout = rollout_of(records[0])
     task = _task(rollout)
-    yield Attempt(
+    yield TraceAttempt(
         at=records[0],
         group=task,
         prompt=task,
@@ -95,7 +95,7 @@ def _of_output(items: Sequence[Value]) -> Sequence[Stretch]:
     return sequences_of(line([call_of(*(item[name] for name in names)) for item in items]))
 
 
-def rollouts(records: Sequence[Value]) -> Iterator[Attempt]:
+def rollouts(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt per finished rollout, whose response has the ids on what was generated."""
     for record in records:
         items = [item for item in record["response"]["output"] if item.get("generation_token_ids").value is not None]
@@ -103,7 +103,7 @@ def rollouts(records: Sequence[Value]) -> Iterator[Attempt]:
         failure = Failure("masked", "mask_sample") if record.get("mask_sample").flag() else None
         if not failure and not items:
             raise record["response"]["output"].wrong("no item has generation_token_ids")
-        yield Attempt(
+        yield TraceAttempt(
             at=record,
             group=task,
             prompt=task,

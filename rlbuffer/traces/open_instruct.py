@@ -14,12 +14,12 @@ from dataclasses import replace
 import numpy as np
 
 from rlbuffer.records.failure import Failure
-from rlbuffer.traces.attempt import Attempt
+from rlbuffer.traces.attempt import TraceAttempt
 from rlbuffer.traces.calls import Call, call_of, sequences_of
 from rlbuffer.traces.values import Value
 
 
-def responses(records: Sequence[Value]) -> Iterator[Attempt]:
+def responses(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt per line."""
     for record in records:
         step, prompt = record.get("step").text(), record["prompt_idx"].text()
@@ -27,7 +27,7 @@ def responses(records: Sequence[Value]) -> Iterator[Attempt]:
         failure = None
         if info.get("tool_calleds").flag() or info.get("tool_outputs").text():
             failure = Failure("tools", "which tokens of the response a tool wrote is not in the file")
-        yield Attempt(
+        yield TraceAttempt(
             at=record,
             group=f"{step}.{prompt}",
             prompt=f"{step}.{prompt}",

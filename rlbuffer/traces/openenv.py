@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rlbuffer.records.failure import Failure
-from rlbuffer.traces.attempt import Attempt
+from rlbuffer.traces.attempt import TraceAttempt
 from rlbuffer.traces.calls import Call, call_of, sequences_of, tree
 from rlbuffer.traces.values import Value
 
@@ -19,7 +19,7 @@ VERSION = 1
 """Of the schema that is read."""
 
 
-def traces(records: Sequence[Value]) -> Iterator[Attempt]:
+def traces(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt per trace. Beside the trace's own fields a record may have what its session's `verify` gave: reward,
     rewards, task_id."""
     for record in records:
@@ -30,7 +30,7 @@ def traces(records: Sequence[Value]) -> Iterator[Attempt]:
         last = entries.listed()[-1:]
         prompt = record.first("task_id", "task_name").text()
         reward = record.get("reward")
-        yield Attempt(
+        yield TraceAttempt(
             at=record,
             group=prompt,
             prompt=prompt,

@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 
-from rlbuffer.traces.attempt import Attempt
+from rlbuffer.traces.attempt import TraceAttempt
 from rlbuffer.traces.calls import call_of, sequences_of
 from rlbuffer.traces.values import Value
 
 
-def rows(records: Sequence[Value]) -> Iterator[Attempt]:
+def rows(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt per row."""
     for row in records:
         mask = row.get("output_mask")
@@ -27,7 +27,7 @@ def rows(records: Sequence[Value]) -> Iterator[Attempt]:
         problem = row.get("problem_id").text()
         digest = hashlib.sha256(call.prompt.tobytes()).hexdigest()[:16]
         rewards = {name: row[name].number() for name in ("task_rewards", "length_penalties") if _has(row, name)}
-        yield Attempt(
+        yield TraceAttempt(
             at=row,
             group=".".join(filter(None, (row.get("step").text(), problem or digest))),
             prompt=problem or digest,

@@ -17,7 +17,7 @@ from rlbuffer.records.group import Group
 from rlbuffer.records.info import ENV_NAME, GROUP_ID
 from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout
 from rlbuffer.state.text import plural
-from rlbuffer.traces.attempt import Attempt, rollout_of
+from rlbuffer.traces.attempt import TraceAttempt, rollout_of
 from rlbuffer.traces.formats import Format, is_known, recognised
 from rlbuffer.traces.values import Value
 from rlbuffer.wire.jsonl import Record, records_in
@@ -110,7 +110,7 @@ def read(
         where = source.name if isinstance(source, Input) else source if isinstance(source, str | PathLike) else "source"
         raise InvalidRollout(left_out[0].failure.message if left_out else f"{where}: nothing is there")
     found = _format(records, format)
-    members: dict[str, list[tuple[Attempt, Rollout]]] = {}
+    members: dict[str, list[tuple[TraceAttempt, Rollout]]] = {}
     for unit in rollouts_in(found, records, left_out):
         try:
             attempts = list(found.attempts(unit))
@@ -193,7 +193,7 @@ def rollouts_in(found: Format, records: Iterable[Value], left_out: list[LeftOut]
 
 
 def _rollout(
-    attempt: Attempt, *, policy_version: int | None, reward: float | str | None, limits: Limits
+    attempt: TraceAttempt, *, policy_version: int | None, reward: float | str | None, limits: Limits
 ) -> Rollout | Failure:
     """The rollout of an attempt, or why there is none. Raises InvalidRollout: its record cannot be read."""
     if attempt.at_limit and limits == "score":
@@ -208,7 +208,7 @@ def _rollout(
     return attempt.failure
 
 
-def _beyond(attempt: Attempt) -> Failure | None:
+def _beyond(attempt: TraceAttempt) -> Failure | None:
     """What no rollout can hold: too many sequences."""
     count = len(attempt.sequences)
     return Failure("sequences", f"{count}, a rollout has {MAX_SEQUENCES} at most") if count > MAX_SEQUENCES else None
@@ -258,7 +258,7 @@ def _of_parquet(file: Input) -> Iterator[Record]:
         raise InvalidRollout(f"{file.name}: {error}") from None
 
 
-def _rewarded(attempt: Attempt, reward: float | str | None) -> Attempt:
+def _rewarded(attempt: TraceAttempt, reward: float | str | None) -> TraceAttempt:
     """The attempt with its scalar reward: its own, or one of its named ones, or the caller's."""
     if isinstance(reward, str):
         if reward not in attempt.rewards:
@@ -279,14 +279,14 @@ def _env_name(name: str) -> str:
     return cut if ENV_NAME.match(cut) else ""
 
 
-def _group_id(env: str, attempt: Attempt) -> str:
+def _group_id(env: str, attempt: TraceAttempt) -> str:
     """The same for all attempts of a group, also when the file is read again."""
     key = attempt.group or _prompt_digest(attempt)
     name = f"{env}.{key}"
     return name if GROUP_ID.match(name) else f"{env}.{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def _prompt_digest(attempt: Attempt) -> str:
+def _prompt_digest(attempt: TraceAttempt) -> str:
     """Of the tokens before the first that was sampled."""
     if not attempt.sequences:
         return "none"
@@ -295,7 +295,7 @@ def _prompt_digest(attempt: Attempt) -> str:
     return hashlib.sha256(main.tokens[:start].tobytes()).hexdigest()[:16]
 
 
-def _group(group_id: str, env: str, members: Sequence[tuple[Attempt, Rollout]]) -> Group:
+def _group(group_id: str, env: str, members: Sequence[tuple[TraceAttempt, Rollout]]) -> Group:
     attempt = members[0][0]
     prompt = attempt.prompt if 0 < len(attempt.prompt) <= 256 else _prompt_digest(attempt)
     rollouts = [rollout for _, rollout in members]

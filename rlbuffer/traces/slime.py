@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from rlbuffer.records.checks import shown
 from rlbuffer.records.failure import Failure
 from rlbuffer.records.spans import Turn
-from rlbuffer.traces.attempt import Attempt, Stretch, as_far_as_read, spans_of
+from rlbuffer.traces.attempt import Stretch, TraceAttempt, as_far_as_read, spans_of
 from rlbuffer.traces.values import Value
 
 NOT_FINISHED = frozenset(("pending", "aborted", "failed"))
 
 
-def samples(records: Sequence[Value]) -> Iterator[Attempt]:
+def samples(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt, of the samples of one rollout: its segments."""
     yield _attempt(records)
 
@@ -40,7 +40,7 @@ def rollout_of(sample: Value) -> tuple[str, str] | None:
     return (sample.get("group_index").text(), rollout) if rollout else None
 
 
-def _attempt(found: Sequence[Value]) -> Attempt:
+def _attempt(found: Sequence[Value]) -> TraceAttempt:
     first = found[0]
     status = next((one for one in found if one.get("status").text() in NOT_FINISHED), None)
     for other in found[1:] if status is None else ():
@@ -55,7 +55,7 @@ def _attempt(found: Sequence[Value]) -> Attempt:
         named = {name: reward[name].number() for name in reward.mapping if _is_number(reward.mapping[name])}
     truncated = any(one.get("status").text() == "truncated" for one in found)
     prompt = first["group_index"].text() if first.get("group_index").value is not None else ""
-    return Attempt(
+    return TraceAttempt(
         at=first,
         group=prompt,
         prompt=prompt,

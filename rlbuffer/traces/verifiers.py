@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlbuffer.records.failure import Failure
-from rlbuffer.traces.attempt import Attempt, as_far_as_read
+from rlbuffer.traces.attempt import TraceAttempt, as_far_as_read
 from rlbuffer.traces.values import Value
 from rlbuffer.traces.verifiers_messages import Records, Told, sequences_of
 
@@ -23,7 +23,7 @@ LIMITS = frozenset(("max_turns", "max_input_tokens", "max_output_tokens", "max_t
 ROUNDED = "logprobs are as the file has them; verifiers rounds them to 4 decimals in its records"
 
 
-def episodes(records: Sequence[Value]) -> Iterator[Attempt]:
+def episodes(records: Sequence[Value]) -> Iterator[TraceAttempt]:
     """An attempt per trainable agent of an episode: what one agent did is a rollout."""
     for record in records:
         if record.get("traces").value is None:
@@ -39,7 +39,7 @@ def episodes(records: Sequence[Value]) -> Iterator[Attempt]:
         traces = record["traces"].listed()
         if not traces:
             failure = _failure(record) or Failure("empty", "the episode has no trace")
-            yield Attempt(at=record, group=outer["group"], prompt=_task(record), env=outer["env"], failure=failure)
+            yield TraceAttempt(at=record, group=outer["group"], prompt=_task(record), env=outer["env"], failure=failure)
         for trace in traces:
             if trace.get("agent").get("trainable").value is not False:
                 yield attempt(trace, **outer)
@@ -54,7 +54,7 @@ def attempt(
     metadata: dict[str, Any] | None = None,
     told: Told | None = None,
     records: Records | None = None,
-) -> Attempt:
+) -> TraceAttempt:
     """What one trace is; `told` says which policy version sampled a message, and what its sampling left, where somebody
     knows it exactly, and `records` which experts took it in."""
     if version is None and trace.get("policy_version").value is not None:
@@ -73,7 +73,7 @@ def attempt(
     answered = [call for call in trace.get("calls").listed() if call.get("error").value is None]
     stop = trace.get("stop_condition").text()
     metrics = {name: value.number() for name, value in trace.get("metrics").items() if value.value is not None}
-    return Attempt(
+    return TraceAttempt(
         at=trace,
         group=group or trace.get("group_id").text() or prompt,
         prompt=prompt,

@@ -2,5 +2,5 @@
 
 Nothing here imports torch until a sampler is made. An env of a known framework enters `envs`, a way to sample
 `samplers`; what a trainer must know of a rollout belongs to `records`.
-Open first: `loop`, then `flights` and `group_maker`.
+Open first: `loop`, then `groups_in_flight` and `group_maker`.
 """

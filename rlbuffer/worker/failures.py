@@ -98,7 +98,7 @@ def exited(error: SystemExit | asyncio.CancelledError) -> RuntimeError:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class EnvCall:
     """A function of the env that runs."""
 
     what: str
@@ -122,13 +122,13 @@ class RunningCalls:
     """The env's functions that run at this moment. Safe to read from any thread."""
 
     def __init__(self) -> None:
-        self._running: dict[int, Call] = {}
+        self._running: dict[int, EnvCall] = {}
 
     @contextmanager
-    def running(self, what: str, task: asyncio.Task[Any] | None = None) -> Iterator[Call]:
+    def running(self, what: str, task: asyncio.Task[Any] | None = None) -> Iterator[EnvCall]:
         """The env's function `what` runs meanwhile, in this thread or in `task`. A sys.exit there is an error, and so
         is a cancellation that is not the worker's."""
-        call = Call(what=what, thread=threading.get_ident(), task=task, since=time.monotonic())
+        call = EnvCall(what=what, thread=threading.get_ident(), task=task, since=time.monotonic())
         self._running[id(call)] = call
         try:
             yield call
@@ -152,7 +152,7 @@ class RunningCalls:
         return f"{longest.what}() has run for {seconds:.0f} s" + (f" ({_shown(place)})" if place else "")
 
 
-def _places_of(call: Call) -> list[Place]:
+def _places_of(call: EnvCall) -> list[Place]:
     if call.task is None:
         return places_of_thread(call.thread)
     places: list[Place] = []

@@ -53,7 +53,7 @@ def error_of_status(status: int, sentence: str, retry_after: str = "") -> Rlbuff
     return SamplerUnavailable(sentence) if status >= HTTPStatus.INTERNAL_SERVER_ERROR else RequestFailed(sentence)
 
 
-class Patience:
+class Backoff:
     """The pauses before a server that is at fault is asked again; they grow until a group is made."""
 
     def __init__(self) -> None:

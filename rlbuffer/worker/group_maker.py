@@ -24,7 +24,7 @@ from rlbuffer.records.rollout import Rollout, with_column
 from rlbuffer.worker.envs.base import Env, MultiTurnEnv, PolicyAccess, SingleTurnEnv, WholeRolloutEnv
 from rlbuffer.worker.envs.episode import Ask, Episode
 from rlbuffer.worker.envs.prompt import Prompt, Score
-from rlbuffer.worker.failures import Call, RunningCalls, exited
+from rlbuffer.worker.failures import EnvCall, RunningCalls, exited
 from rlbuffer.worker.faults import Fault, fault_of
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
 
@@ -307,7 +307,7 @@ class GroupMaker:
             raise GroupFailed("the env made a rollout of which no token is trained")
         return rollout
 
-    async def _ask(self, call: Call | None, tokens: NDArray[np.int32], sampling: Sampling) -> Completion:
+    async def _ask(self, call: EnvCall | None, tokens: NDArray[np.int32], sampling: Sampling) -> Completion:
         """Samples for `call` of the env, or for none."""
         check_prompt(tokens, self._sampler.vocab_size)
         with call.paused() if call else nullcontext():

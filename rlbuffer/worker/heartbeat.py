@@ -14,8 +14,8 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.process.heartbeat import Heartbeats, starting
 from rlbuffer.process.identity import may_live
-from rlbuffer.process.logs import Lasting, fields
-from rlbuffer.process.progress import Progress
+from rlbuffer.process.logs import RateLimited, fields
+from rlbuffer.process.progress import ThroughputLog
 from rlbuffer.process.stages import Stages
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
@@ -57,21 +57,21 @@ def telling_why(store: Member, name: str, settings: WorkerSettings) -> Iterator[
     try:
         yield
     except ConfigError as error:
-        pulse = Pulse(store, name, _env_of(settings))
-        pulse.ended = str(error)
+        heartbeat = WorkerHeartbeat(store, name, _env_of(settings))
+        heartbeat.ended = str(error)
         with suppress(RlbufferError):
             store.meta()  # RunGone where there is none: this begins none
             other = store.heartbeats("worker").get(name)
             if other is None or not may_live(other):  # one that works has not ended
-                store.heartbeat("worker", name, pulse.record())
+                store.heartbeat("worker", name, heartbeat.record())
         raise
 
 
-class Pulse(Heartbeats):
+class WorkerHeartbeat(Heartbeats):
     """Says what a worker samples with and has pushed, its troubles and what it waits for; renews its tickets."""
 
     def __init__(self, store: Member, name: str, env: str, calls: RunningCalls | None = None) -> None:
-        super().__init__("rlbuffer-pulse", Trouble.WORKER_STUCK)
+        super().__init__("rlbuffer-heartbeat", Trouble.WORKER_STUCK)
         self.version = -1
         """Policy version that samples."""
         self.skipped = 0
@@ -86,8 +86,8 @@ class Pulse(Heartbeats):
         self._store, self._name, self._env = store, name, env
         self._writer: Writer | None = None
         self._held: dict[int, Ticket] = {}
-        self._progress = Progress(_log, "pushed")
-        self._lasting, self._failing = Lasting(), Lasting()
+        self._progress = ThroughputLog(_log, "pushed")
+        self._lasting, self._failing = RateLimited(), RateLimited()
         self._waiting_since: float | None = None
         self._said_waiting = 0.0
         self._weights: Mapping[str, Any] = {}

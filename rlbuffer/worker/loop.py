@@ -50,9 +50,9 @@ from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env, with_tokenizer
 from rlbuffer.worker.evaluation import Evaluator
 from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, fault_of
-from rlbuffer.worker.flights import WORKER_POLL_SECONDS, Flights
 from rlbuffer.worker.group_maker import GroupMaker, in_words, rollout_limit
-from rlbuffer.worker.heartbeat import WORKER_TICKET_SECONDS, Pulse, telling_start, telling_why
+from rlbuffer.worker.groups_in_flight import WORKER_POLL_SECONDS, GroupsInFlight
+from rlbuffer.worker.heartbeat import WORKER_TICKET_SECONDS, WorkerHeartbeat, telling_start, telling_why
 from rlbuffer.worker.place import changes, identity_of
 from rlbuffer.worker.samplers import Sampler, make_sampler
 from rlbuffer.worker.versions import Versions
@@ -181,12 +181,14 @@ class _Worker:
             row_tokens=run.batcher.row_tokens,
             needs=run.needs_of(self.env.name),
         )
-        self._pulse = Pulse(self.buffer.store.role(WorkerStore), self.name, self.env.name, self._maker.calls)
+        self._heartbeat = WorkerHeartbeat(
+            self.buffer.store.role(WorkerStore), self.name, self.env.name, self._maker.calls
+        )
         self._versions = Versions(
             self.buffer.policy,
             self.sampler,
             self.env,
-            self._pulse,
+            self._heartbeat,
             check=self._check,
             on_load=lambda: self._evaluator.wake(),
             cache=VersionCache.of(run, stop=self.stop),
@@ -199,25 +201,25 @@ class _Worker:
             hold=self._versions.held,
             rollout_seconds=self.settings.rollout_timeout_seconds,
         )
-        self._flights = Flights(
+        self._groups = GroupsInFlight(
             self.buffer,
             self.env,
             self.settings,
             self._maker,
-            self._pulse,
+            self._heartbeat,
             self._versions,
             stop=self.stop,
         )
 
     async def run(self) -> bool:
-        self._pulse.start()
+        self._heartbeat.start()
         try:
             while not self.stop.is_set() and not self._is_done:
                 try:
                     await self._serve_run(
                         self.buffer.writer(
                             self.name,
-                            on_retry=self._flights.held_up,
+                            on_retry=self._groups.held_up,
                             ticket_seconds=WORKER_TICKET_SECONDS,
                             section=self.section,
                         )
@@ -226,17 +228,17 @@ class _Worker:
                     break
                 except RunGone as error:
                     # Another epoch, or another run under the name: version numbers and tickets mean something else.
-                    self._pulse.error = str(error)
+                    self._heartbeat.error = str(error)
                     self._look = None
                     self._versions.forget()
                     self._evaluator.forget()
-                    self._flights.forget()
+                    self._groups.forget()
                     _log.warning("%s", error, extra=fields("restart"))
                     if isinstance(error, RunDamaged):  # until a person has mended it
                         await asyncio.sleep(FIRST_PAUSE_SECONDS)
                 except ServerRefused as error:
                     # It takes no writes for now. Tickets expire, groups are pushed as soon as it does.
-                    self._pulse.waits(Waiting(kind=Wait.SERVER, detail=str(error)))
+                    self._heartbeat.waits(Waiting(kind=Wait.SERVER, detail=str(error)))
                     await asyncio.sleep(FIRST_PAUSE_SECONDS)
         finally:
             if self._look is not None:  # whatever it finds, nobody asks any more
@@ -245,9 +247,9 @@ class _Worker:
             await self.sampler.close()
             await close_env(self.env)
             await self._evaluator.close()
-            self._flights.close()
-            self._pulse.close()
-            self._pulse.stopped()
+            self._groups.close()
+            self._heartbeat.close()
+            self._heartbeat.stopped()
         return self._is_done
 
     def _no_ticket(self) -> Waiting:
@@ -269,45 +271,45 @@ class _Worker:
 
     async def _serve_run(self, writer: Writer) -> None:
         """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is abandoned."""
-        flights, sampler, pauses = self._flights, self.sampler, pauses_between_asks()
+        groups, sampler, pauses = self._groups, self.sampler, pauses_between_asks()
         await self._compare_prompts()
         watch = asyncio.create_task(self._watch())
-        flights.begin(writer)
+        groups.begin(writer)
         try:
             while not self.stop.is_set():
-                await flights.settle(watch)
+                await groups.settle(watch)
                 if not self._versions.is_serving:
                     await asyncio.sleep(WORKER_POLL_SECONDS)
                     continue
-                room = self.settings.groups_in_flight - len(flights)
-                if room <= 0 or (len(flights) and sampler.traits.takes_batches):
-                    await flights.wait(watch)
+                room = self.settings.groups_in_flight - len(groups)
+                if room <= 0 or (len(groups) and sampler.traits.takes_batches):
+                    await groups.wait(watch)
                     continue
-                flights.refusal, pause = None, next(pauses)
+                groups.refusal, pause = None, next(pauses)
                 tickets = await self._asked(writer, room, pause)
                 if not tickets:
                     if pause >= SOON_SECONDS:
-                        await self._say_waiting(flights.refusal)
+                        await self._say_waiting(groups.refusal)
                     if self._asks_for_all:
                         pause = together(pause, time.time())
                     await asyncio.to_thread(self.stop.wait, pause)
                     continue
                 pauses = pauses_between_asks()
-                self._pulse.add(tickets)
+                self._heartbeat.add(tickets)
                 # A version that was announced while this worker waited for its tickets.
                 if not self.stop.is_set() and await self._refreshed():
-                    await flights.start(tickets)
+                    await groups.start(tickets)
                 else:
-                    await flights.release(tickets)
+                    await groups.release(tickets)
         except EnvDone as error:
             # Another worker has made the groups in flight here: they were its own before their tickets expired.
             self._is_done = True
             _log.info("%s", error, extra=fields("done", env=self.env.name))
         except (RunGone, ServerUnreachable, ServerRefused):
-            self._pulse.let_go()  # the tickets mean nothing any more, or cannot be given back: they expire
+            self._heartbeat.let_go()  # the tickets mean nothing any more, or cannot be given back: they expire
             raise
         finally:
-            await flights.land(watch)
+            await groups.land(watch)
 
     async def _compare_prompts(self) -> None:
         """Tells where the env has other prompts than those that the run's tickets have counted."""
@@ -327,23 +329,23 @@ class _Worker:
         try:
             before, number = await asyncio.to_thread(store.prompts_before, env, now)
             if differing := changes(before, now):
-                self._pulse.has_other_prompts(Problem(kind=Trouble.OTHER_PROMPTS, count=number, detail=differing))
+                self._heartbeat.has_other_prompts(Problem(kind=Trouble.OTHER_PROMPTS, count=number, detail=differing))
                 # From now on these are those of before: it is said again where workers have different ones by turns.
                 await asyncio.to_thread(store.note_prompts, env, now)
             elif not number:  # another run under the name
-                self._pulse.other_prompts = None
+                self._heartbeat.other_prompts = None
         except (ServerUnsuitable, WrongType, WrongAnswer) as error:  # no reason to sample nothing
             _log.warning("the prompts of %s are not compared with those of before: %s", env, error)
 
     async def _say_waiting(self, refusal: Waiting | None) -> None:
-        self._pulse.waits(await asyncio.to_thread(self._no_ticket) if refusal is None else refusal)
+        self._heartbeat.waits(await asyncio.to_thread(self._no_ticket) if refusal is None else refusal)
 
     async def _asked(self, writer: Writer, room: int, pause: float) -> list[Ticket]:
         """Asks for tickets. An idle worker whose next ask is after a long `pause` asks for all it waits for, and tells
         of itself, in one round trip: that is what a server with a thousand of them notices."""
-        env, size = self.env.name, self._flights.tickets
-        is_idle = pause >= BEAT_SECONDS and not len(self._flights)
-        beat = self._pulse.to_carry() if is_idle else None
+        env, size = self.env.name, self._groups.tickets
+        is_idle = pause >= BEAT_SECONDS and not len(self._groups)
+        beat = self._heartbeat.to_carry() if is_idle else None
         if beat is None:
             self._asks_for_all = False
             return await asyncio.to_thread(writer.take, env, room, timeout_seconds=0.0, size=size)
@@ -353,7 +355,7 @@ class _Worker:
             return []
         tickets, asked = answer
         if asked.is_heard:
-            self._pulse.carried(pause)
+            self._heartbeat.carried(pause)
         self._is_draining = asked.is_draining
         if not tickets and not self._versions.serves(asked.policy):
             await self._refreshed()
@@ -384,7 +386,7 @@ class _Worker:
         pauses = pauses_between_asks()
         try:
             while True:
-                is_busy = len(self._flights) or self.evaluations
+                is_busy = len(self._groups) or self.evaluations
                 asks_suffice = self._asks_for_all and self._versions.is_serving and not is_busy
                 self._judge()
                 if not asks_suffice:

@@ -38,7 +38,7 @@ from rlbuffer.store.gateway import GRACE_SECONDS, GatewayStore
 from rlbuffer.store.open_rollouts import Begun, End
 from rlbuffer.worker.envs import factory_of
 from rlbuffer.worker.envs.command import Command, failed
-from rlbuffer.worker.heartbeat import Pulse
+from rlbuffer.worker.heartbeat import WorkerHeartbeat
 
 if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
@@ -98,12 +98,12 @@ class _Programs:
     ) -> None:
         self._store, self._name, self._settings, self._env = store, name, settings, env
         self._base, self._section, self._idle, self._stop = base, section, idle_seconds, stop
-        self._pulse = Pulse(store, name, env.name)
+        self._heartbeat = WorkerHeartbeat(store, name, env.name)
 
     async def run(self) -> bool:
         """Returns True when the env is done."""
         groups, is_done = set[asyncio.Task[None]](), False
-        self._pulse.start()
+        self._heartbeat.start()
         _log.info("programs ask %s", self._base, extra=fields("ready", url=self._base))
         try:
             while not (self._stop.is_set() or (is_done and not groups)):
@@ -112,15 +112,15 @@ class _Programs:
                 if not is_done and len(groups) < self._settings.groups_in_flight:
                     try:
                         begun = await in_thread(self._begin)
-                        self._pulse.error = ""
+                        self._heartbeat.error = ""
                     except EnvDone:
                         is_done = True
                     except (ServerRefused, ServerUnreachable, RunGone) as error:
-                        self._pulse.error = str(error)
+                        self._heartbeat.error = str(error)
                 if begun is not None:
                     groups.add(asyncio.create_task(self._played(begun)))
                     continue
-                self._pulse.waiting = None if groups else Waiting(kind=Wait.TICKET, env=self._env.name)
+                self._heartbeat.waiting = None if groups else Waiting(kind=Wait.TICKET, env=self._env.name)
                 await asyncio.sleep(ASK_SECONDS)
             if groups:
                 await asyncio.wait(groups, timeout=DRAIN_SECONDS)
@@ -128,13 +128,13 @@ class _Programs:
             for group in groups:
                 group.cancel()
             await asyncio.gather(*groups, return_exceptions=True)
-            await asyncio.to_thread(self._pulse.close)
+            await asyncio.to_thread(self._heartbeat.close)
         return is_done
 
     def _begin(self) -> Begun | None:
         """A ticket's rollouts; None while none is out."""
         store, env, section = self._store, self._env, self._section
-        self._pulse.version = store.policy().version
+        self._heartbeat.version = store.policy().version
         numbers = store.take_tickets(env.name, 1, ttl_seconds=GRACE_SECONDS, size=env.tickets, section=section)
         if not numbers:
             return None
@@ -156,7 +156,7 @@ class _Programs:
         for found in await asyncio.gather(*runs, return_exceptions=True):
             if isinstance(found, Exception):
                 _log.warning("the end of an open rollout of %s is lost", begun.group_id, exc_info=found)
-        self._pulse.groups += 1
+        self._heartbeat.groups += 1
 
     async def _rollout(self, begun: Begun, index: int, capability: str) -> None:
         """Runs one program, and ends its rollout, whatever becomes of it."""
@@ -190,11 +190,11 @@ class _Programs:
             except OpenRolloutUnknown:
                 _log.warning("open rollout %s is not on the server any more: its end is passed over", name)
             except (ServerUnreachable, ServerRefused, RunGone) as error:
-                self._pulse.error = str(error)
+                self._heartbeat.error = str(error)
                 if time.monotonic() < deadline and not isinstance(error, RunGone):
                     await asyncio.sleep(ASK_SECONDS)
                     continue
-            self._pulse.rollouts += 1
+            self._heartbeat.rollouts += 1
             if end.failure is not None:
                 _log.debug("open rollout %s has failed: %s", name, end.failure.kind)
             return

@@ -14,7 +14,7 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env
-from rlbuffer.worker.heartbeat import Pulse
+from rlbuffer.worker.heartbeat import WorkerHeartbeat
 from rlbuffer.worker.samplers import Sampler
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Versions:
         policy: what is announced.
         sampler: what loads it.
         env: must fit the model.
-        pulse: takes what happens.
+        heartbeat: takes what happens.
         check: called with the first version that is loaded, before it serves; what this raises ends the worker.
         on_load: called when a version serves.
         cache: downloads versions that were announced under a URL.
@@ -43,14 +43,14 @@ class Versions:
         policy: Policy,
         sampler: Sampler,
         env: Env,
-        pulse: Pulse,
+        heartbeat: WorkerHeartbeat,
         *,
         check: Callable[[PolicyVersion], Awaitable[None]],
         on_load: Callable[[], None],
         cache: VersionCache,
         max_age: int,
     ) -> None:
-        self._policy, self._sampler, self._env, self._pulse = policy, sampler, env, pulse
+        self._policy, self._sampler, self._env, self._heartbeat = policy, sampler, env, heartbeat
         self._check, self._on_load = check, on_load
         self._cache, self._max_age = cache, max_age
         self._download: tuple[PolicyVersion, asyncio.Task[PolicyVersion], Stages] | None = None
@@ -94,13 +94,13 @@ class Versions:
             if current.version < 0:
                 if self._served is not None:
                     self._served = None  # the run was reset: what served belongs to no version of it
-                    self._pulse.loaded(-1, Stages())
-                self._pulse.waits(Waiting(kind=Wait.WEIGHTS))
+                    self._heartbeat.loaded(-1, Stages())
+                self._heartbeat.waits(Waiting(kind=Wait.WEIGHTS))
                 return False
             if current != self._served and not self._is_refused(current):
                 await self._load(current)
             if self._served is None:
-                self._pulse.waits(Waiting(kind=Wait.WEIGHTS, version=current.version))
+                self._heartbeat.waits(Waiting(kind=Wait.WEIGHTS, version=current.version))
             return self._served is not None
 
     def _is_refused(self, current: PolicyVersion) -> bool:
@@ -112,19 +112,19 @@ class Versions:
             if found is None:
                 return
             local, took = found
-            with self._pulse.loading(current.version), took.measure("load"):
+            with self._heartbeat.loading(current.version), took.measure("load"):
                 await self._sampler.load(local)
                 self._require_vocabulary(current)
                 await self._check(local)
         except (WeightsError, SamplerUnavailable) as error:
             self._refused = (current, time.monotonic() + RELOAD_SECONDS)
             going_on = f"version {self._served.version} goes on sampling" if self._served else "nothing to sample with"
-            self._pulse.trouble(f"{clause(error)}; {going_on}")
+            self._heartbeat.trouble(f"{clause(error)}; {going_on}")
             if isinstance(error, WeightsError):
                 await asyncio.to_thread(self._cache.recheck, current)
             return
         self._served, self._refused = current, None
-        self._pulse.loaded(current.version, took, size=current.size)
+        self._heartbeat.loaded(current.version, took, size=current.size)
         self._on_load()
 
     def _require_vocabulary(self, current: PolicyVersion) -> None:
@@ -150,7 +150,7 @@ class Versions:
         if not task.done() and is_young:
             return None
         if self._served is None:
-            self._pulse.waits(Waiting(kind=Wait.WEIGHTS, version=current.version, detail=current.location))
+            self._heartbeat.waits(Waiting(kind=Wait.WEIGHTS, version=current.version, detail=current.location))
         await asyncio.wait([task])
         if target != current:
             return await self._localized(current)

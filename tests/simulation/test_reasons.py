@@ -10,17 +10,17 @@ import pytest
 
 from rlbuffer.batcher import situation
 from rlbuffer.daemon import leadership
-from rlbuffer.daemon.teller import Teller
+from rlbuffer.daemon.reporter import Reporter
 from rlbuffer.daemon.watches import TrainerWord
 from rlbuffer.records.waiting import Cause, Wait, Waiting
 from simulation.__main__ import run_seed
 
-say = Teller.say
+say = Reporter.say
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def says_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Teller, "say", lambda self, waiting, *args: say(self, None, *args))
+    patch.setattr(Reporter, "say", lambda self, waiting, *args: say(self, None, *args))
 
 
 def says_nothing_of_groups(patch: pytest.MonkeyPatch) -> None:
@@ -28,12 +28,12 @@ def says_nothing_of_groups(patch: pytest.MonkeyPatch) -> None:
 
 
 def says_the_first_for_ever(patch: pytest.MonkeyPatch) -> None:
-    first: dict[Teller, Waiting] = {}
+    first: dict[Reporter, Waiting] = {}
 
-    def stale(self: Teller, waiting: Waiting | None, *args: Any) -> None:
+    def stale(self: Reporter, waiting: Waiting | None, *args: Any) -> None:
         say(self, first.setdefault(self, waiting) if waiting else None, *args)
 
-    patch.setattr(Teller, "say", stale)
+    patch.setattr(Reporter, "say", stale)
 
 
 def calls_the_trainer_gone(patch: pytest.MonkeyPatch) -> None:

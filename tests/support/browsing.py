@@ -66,7 +66,7 @@ def browse(
         kind = "rollout" if slash else "group"
         opens = Target(kind, identifier, group=group) if identifier else None
         app = Browser(WholeRun(buffer, archive), opens=opens, where=where)
-        app.looking.live_seconds = LIVE_SECONDS
+        app.browsed.live_seconds = LIVE_SECONDS
         async with app.run_test(size=size) as pilot:
             await tour(Person(app, pilot))
 

@@ -1,7 +1,7 @@
 """Workers and trainers of a known speed, as processes of their own: what a test of shares and tickets needs.
 
-The worker is rlbuffer's own loop (tickets, pulse, versions, pushes); only its sampler is a stand-in that takes a given
-time and answers at random. The trainer is a bare reader that trains nothing.
+The worker is rlbuffer's own loop (tickets, heartbeat, versions, pushes); only its sampler is a stand-in that takes a
+given time and answers at random. The trainer is a bare reader that trains nothing.
 
     python paced.py worker --home DIR --run NAME --env ENV --seconds 0.1
     python paced.py trainer --home DIR --run NAME --steps 30 --timeout 60

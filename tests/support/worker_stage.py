@@ -21,8 +21,8 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.wire.payload import decode_rollout
-from rlbuffer.worker import flights, loop, versions
-from rlbuffer.worker import heartbeat as pulse
+from rlbuffer.worker import groups_in_flight, loop, versions
+from rlbuffer.worker import heartbeat as worker_heartbeat
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.loop import run_worker
 from rlbuffer.worker.samplers import Completion
@@ -187,8 +187,8 @@ def eventually(fact: Callable[[], object]) -> None:
 
 def hurry(monkeypatch: Any) -> None:
     """Shortens what a worker waits for."""
-    for module in (loop, flights):
+    for module in (loop, groups_in_flight):
         monkeypatch.setattr(module, "WORKER_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(pulse, "SAY_WAITING_SECONDS", 0.1)
+    monkeypatch.setattr(worker_heartbeat, "SAY_WAITING_SECONDS", 0.1)
     monkeypatch.setattr(versions, "RELOAD_SECONDS", 0.1)
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from rlbuffer_cli.options import Given
+from rlbuffer_cli.options import RunFlags
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from rlbuffer_cli.options import Given
     ],
 )
 def test_the_next_command_is_led_to_the_same_run(typed: dict[str, str]) -> None:
-    given = Given(config=typed.get("config"), redis=typed.get("redis"), run=None, home=typed.get("home"))
+    given = RunFlags(config=typed.get("config"), redis=typed.get("redis"), run=None, home=typed.get("home"))
     words = shlex.split(given.again("math"))
     assert dict(zip(words[::2], words[1::2], strict=True)) == {f"--{k}": v for k, v in typed.items()} | {
         "--run": "math"

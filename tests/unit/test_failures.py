@@ -20,9 +20,9 @@ from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.worker import failures, heartbeat
 from rlbuffer.worker.envs import Prompt, Score
 from rlbuffer.worker.failures import MOST_KINDS, Failures, RunningCalls, place_of, traceback_of
-from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Patience
+from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Backoff
 from rlbuffer.worker.group_maker import GroupMaker, check_prompt
-from rlbuffer.worker.heartbeat import Pulse
+from rlbuffer.worker.heartbeat import WorkerHeartbeat
 from rlbuffer.worker.samplers.base import Completion
 
 SOURCE = """
@@ -210,7 +210,7 @@ def test_sampling_for_an_env_is_no_work_of_the_envs(way: str, monkeypatch: pytes
 
 
 def test_the_first_failure_of_a_kind_is_said_with_its_traceback_and_the_others_are_counted() -> None:
-    logged, worker = Logged("rlbuffer.worker"), Pulse(Deaf(), "w", "math")
+    logged, worker = Logged("rlbuffer.worker"), WorkerHeartbeat(Deaf(), "w", "math")
     worker.failure("KeyError", "group m.0 abandoned", trace="Traceback: line 3")
     for number in range(1, 5):
         worker.failure("KeyError", f"group m.{number} abandoned", trace="Traceback: line 3")
@@ -225,7 +225,7 @@ def test_a_trouble_and_a_wait_that_last_are_said_once_a_minute_though_their_numb
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(heartbeat, "SAY_WAITING_SECONDS", 0.0)
-    logged, worker = Logged("rlbuffer.worker"), Pulse(Deaf(), "w", "math")
+    logged, worker = Logged("rlbuffer.worker"), WorkerHeartbeat(Deaf(), "w", "math")
     for groups in range(3):
         worker.trouble("the server is away; asked again in 1 s")
         for kind in (Wait.TICKET, Wait.WEIGHTS):
@@ -276,7 +276,7 @@ class Deaf:
 
 
 def test_a_request_that_fails_during_the_pause_of_another_waits_too_where_a_third_has_worked_meanwhile() -> None:
-    patience = Patience()
+    patience = Backoff()
     for error in (SamplerBusy("429", seconds=20.0), SamplerBusy("503", seconds=0.0), SamplerBusy("503", seconds=0.0)):
         assert patience.pause(error) >= FIRST_PAUSE_SECONDS
         patience.works()

@@ -36,7 +36,7 @@ from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.rollout import Rollout, TokenSequence
 from rlbuffer.records.spans import Turn, VersionSpan
 from rlbuffer.traces import is_trace, read
-from rlbuffer.traces.attempt import Attempt, Stretch, rollout_of
+from rlbuffer.traces.attempt import Stretch, TraceAttempt, rollout_of
 from rlbuffer.traces.formats import recognised
 from rlbuffer.traces.reading import rollouts_in
 from rlbuffer.traces.values import Value
@@ -50,7 +50,7 @@ def recorded(name: str) -> tuple[list[Value], Any]:
     return records, json.loads((FIXTURES / f"{name}.expected.json").read_text())
 
 
-def attempts(records: list[Value], name: str = "") -> list[Attempt]:
+def attempts(records: list[Value], name: str = "") -> list[TraceAttempt]:
     found = recognised(records[0], name or None)
     return [one for unit in rollouts_in(found, records, []) for one in found.attempts(unit)]
 
@@ -371,7 +371,7 @@ def test_a_path_that_trains_nothing_is_no_sequence_of_the_rollout() -> None:
             tokens=tokens, loss_mask=np.array(trains), logprobs=np.where(trains, np.float32(-0.5), np.float32(0))
         )
 
-    attempt = Attempt(
+    attempt = TraceAttempt(
         at=Value({}),
         group="g",
         prompt="p",

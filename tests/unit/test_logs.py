@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from step_headers import step_of
 
-from rlbuffer.daemon.teller import step_line
+from rlbuffer.daemon.reporter import step_line
 from rlbuffer.packing.pack import pack
 from rlbuffer.process import logs
 from rlbuffer.process.logs import fields

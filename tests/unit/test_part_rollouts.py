@@ -11,13 +11,13 @@ import pytest
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import ROW_DTYPE
-from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, Source
+from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, SourcePush
 from rlbuffer.store.step_format import decode_part
 from rlbuffer.wire.checksum import sealed
 
 SOURCES = [
-    Source("g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17),
-    Source("g:a.0:w.2", "a.0", "a", "lora", "p", 4, "w", 18),
+    SourcePush("g:b.1:w.1", "b.1", "b", "", "p1", 2, "w", 17),
+    SourcePush("g:a.0:w.2", "a.0", "a", "lora", "p", 4, "w", 18),
 ]
 NUMBERS = dict.fromkeys(ROW_DTYPE.names or (), 1) | {
     "length": 9,

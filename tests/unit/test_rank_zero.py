@@ -10,7 +10,7 @@ import pytest
 from rlbuffer.client import rank_0
 from rlbuffer.client.rank_0 import RankZeroWatch
 from rlbuffer.errors import BatchTimeout
-from rlbuffer.store.hand import NOTHING, Hand, RankZero
+from rlbuffer.store.step_in_hand import NOTHING, RankZero, StepInHand
 
 
 class Silent:
@@ -31,7 +31,7 @@ def test_rank_0_is_silent_by_itself_or_because_the_server_takes_nothing(refusal:
 class Holding:
     """Rank 0 holds a step, and the server has one of that number, or none."""
 
-    def __init__(self, hand: Hand, here: str = "") -> None:
+    def __init__(self, hand: StepInHand, here: str = "") -> None:
         self._hand, self._here = hand, here
 
     def rank_0(self) -> RankZero:
@@ -41,7 +41,7 @@ class Holding:
         return SimpleNamespace(digest=self._here) if self._here else None
 
 
-def given(hand: Hand, here: str = "") -> bool:
+def given(hand: StepInHand, here: str = "") -> bool:
     watch = RankZeroWatch(Holding(hand, here), 2)  # type: ignore[arg-type]
     return watch.has(4, "ours", silence_seconds=5.0, check=lambda: "")
 
@@ -49,17 +49,17 @@ def given(hand: Hand, here: str = "") -> bool:
 @pytest.mark.parametrize(
     ("hand", "here", "is_given"),
     [
-        (Hand(4, "ours"), "", True),
-        (Hand(4, "another"), "", False),
-        (Hand(4, "another"), "ours", False),
-        (Hand(4), "ours", True),  # it has let go of it: what the server has counts
-        (Hand(4), "another", False),
-        (Hand(4), "", False),
-        (Hand(5, "next"), "ours", True),
-        (Hand(5, "next"), "another", False),
+        (StepInHand(4, "ours"), "", True),
+        (StepInHand(4, "another"), "", False),
+        (StepInHand(4, "another"), "ours", False),
+        (StepInHand(4), "ours", True),  # it has let go of it: what the server has counts
+        (StepInHand(4), "another", False),
+        (StepInHand(4), "", False),
+        (StepInHand(5, "next"), "ours", True),
+        (StepInHand(5, "next"), "another", False),
     ],
 )
-def test_a_rank_gets_the_step_of_rank_0_and_no_other_of_its_number(hand: Hand, here: str, is_given: bool) -> None:
+def test_a_rank_gets_the_step_of_rank_0_and_no_other_of_its_number(hand: StepInHand, here: str, is_given: bool) -> None:
     assert given(hand, here) is is_given
 
 
@@ -70,7 +70,7 @@ def test_a_step_that_only_rank_0_can_have_is_not_waited_for_for_ever(
     seconds = count()
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=lambda _: None)
     monkeypatch.setattr(rank_0, "time", clock)
-    watch = RankZeroWatch(Holding(Hand(4, "another")), 2)  # type: ignore[arg-type]
+    watch = RankZeroWatch(Holding(StepInHand(4, "another")), 2)  # type: ignore[arg-type]
 
     def ask_again_and_again() -> None:
         for _ in range(100):
@@ -86,9 +86,15 @@ def test_a_step_that_only_rank_0_can_have_is_not_waited_for_for_ever(
 def test_a_step_that_rank_0_lets_go_of_in_time_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(rank_0, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    holding = Holding(Hand(4, "another"))
+    holding = Holding(StepInHand(4, "another"))
     watch = RankZeroWatch(holding, 2)  # type: ignore[arg-type]
-    for hand in (Hand(4, "another"), Hand(4), Hand(4, "another"), Hand(4, "a third"), Hand(4, "a third")):
+    for hand in (
+        StepInHand(4, "another"),
+        StepInHand(4),
+        StepInHand(4, "another"),
+        StepInHand(4, "a third"),
+        StepInHand(4, "a third"),
+    ):
         holding._hand = hand
         watch.look(4, 3)
         now[0] += rank_0.LOST_SECONDS - 0.1

@@ -8,7 +8,7 @@ import pytest
 
 from rlbuffer.process.heartbeat import starting
 from rlbuffer.records.waiting import STARTING_SECONDS, Cause, Wait, Waiting
-from rlbuffer.run.claim import Claim
+from rlbuffer.run.claim import SupervisorHeartbeat
 from rlbuffer.state.heartbeats import (
     SUPERVISOR,
     Process,
@@ -66,7 +66,7 @@ def test_a_batcher_that_is_still_to_come_is_not_missing() -> None:
 
 
 def test_a_supervisor_says_for_a_minute_that_all_start() -> None:
-    claim = Claim(None, "r")  # type: ignore[arg-type]
+    claim = SupervisorHeartbeat(None, "r")  # type: ignore[arg-type]
     for ago, starts in ((0.0, True), (STARTING_SECONDS - 1, True), (STARTING_SECONDS, False)):
         claim._started -= ago
         assert is_starting([process("batcher", SUPERVISOR, **claim.record())]) == starts

@@ -13,10 +13,10 @@ from textual.theme import Theme
 
 from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer_cli import look
-from rlbuffer_cli.browse.listing import Group, Listing, OneStep
+from rlbuffer_cli.browse.listing import Listing, OneGroup, OneStep
 from rlbuffer_cli.browse.pages import Help, Raw
 from rlbuffer_cli.browse.rollout import OneRollout
-from rlbuffer_cli.browse.screen import Look, Looking, Open
+from rlbuffer_cli.browse.screen import BrowsedRun, BrowserScreen, Open
 from rlbuffer_cli.table import Target
 from rlbuffer_cli.tables import GROUPS, VIEWS
 from rlbuffer_cli.whole_run import WholeRun
@@ -37,7 +37,7 @@ class Browser(App[None]):
         Binding("T", "theme", show=False),
     ]
     CSS: ClassVar[str] = """
-    Look { layout: vertical; background: $background; }
+    BrowserScreen { layout: vertical; background: $background; }
     #title { height: 1; background: $panel; }
     #standing { height: 1; text-wrap: nowrap; text-overflow: ellipsis; }
     #notice { height: auto; max-height: 5; text-style: bold; }
@@ -67,7 +67,7 @@ class Browser(App[None]):
         super().__init__(ansi_color=True if without_colours else None)
         buffer = run.buffer
         buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_SCREEN
-        self.looking = Looking(run=run, kept=KeptValues(buffer.settings.output_dir), where=where)
+        self.browsed = BrowsedRun(run=run, kept=KeptValues(buffer.settings.output_dir), where=where)
         self.opens = opens
         self.has_colours = not without_colours
         for kind in ("dark", "light"):
@@ -76,20 +76,20 @@ class Browser(App[None]):
 
     def dress(self, kind: str) -> None:
         """Takes the colours: `dark` or `light`; without colours those of the terminal."""
-        self.looking.colours = kind if self.has_colours else ""
+        self.browsed.colours = kind if self.has_colours else ""
         if self.has_colours:
             self.theme = f"rlbuffer-{kind}"
         self.console.push_theme(look.themed(kind if self.has_colours else "printed"))
 
     def action_theme(self) -> None:
-        self.dress("light" if self.looking.colours == "dark" else "dark")
+        self.dress("light" if self.browsed.colours == "dark" else "dark")
         for screen in self.screen_stack:
-            if isinstance(screen, Look):
+            if isinstance(screen, BrowserScreen):
                 screen.reload()
 
     def get_default_screen(self) -> Screen[None]:
         """Begins at the groups."""
-        return Listing(self.looking, Target("table", GROUPS.name, where=self.looking.where))
+        return Listing(self.browsed, Target("table", GROUPS.name, where=self.browsed.where))
 
     def on_mount(self) -> None:
         """Opens what was asked for; the groups are behind every other screen."""
@@ -97,24 +97,24 @@ class Browser(App[None]):
             self.on_open(Open(self.opens))
 
     def on_open(self, message: Open) -> None:
-        target, looking = message.target, self.looking
+        target, browsed = message.target, self.browsed
         if target.kind == "raw":
-            self.push_screen(Raw(looking, target.name, message.record or {}))
+            self.push_screen(Raw(browsed, target.name, message.record or {}))
         else:
-            screens: dict[str, Callable[[Looking, Target], Screen[None]]] = {
-                "group": Group,
+            screens: dict[str, Callable[[BrowsedRun, Target], Screen[None]]] = {
+                "group": OneGroup,
                 "rollout": OneRollout,
                 "step": OneStep,
             }
-            self.push_screen(screens.get(target.kind, Listing)(looking, target))
+            self.push_screen(screens.get(target.kind, Listing)(browsed, target))
 
     def action_show(self, name: str) -> None:
         if not (isinstance(self.screen, Listing) and self.screen.target[:2] == ("table", name)):
-            self.push_screen(Listing(self.looking, Target("table", name)))
+            self.push_screen(Listing(self.browsed, Target("table", name)))
 
     def action_help(self) -> None:
         if not isinstance(self.screen, Help):
-            self.push_screen(Help(self.looking))
+            self.push_screen(Help(self.browsed))
 
 
 def _theme(kind: str) -> Theme:

@@ -20,7 +20,7 @@ from rlbuffer.client.filters import parse
 from rlbuffer.errors import FilterError, NotFound, clause
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli import look, sheets
-from rlbuffer_cli.browse.screen import Look, Looking, Open
+from rlbuffer_cli.browse.screen import BrowsedRun, BrowserScreen, Open
 from rlbuffer_cli.browse.tokens import TOKENS_PER_WINDOW
 from rlbuffer_cli.facts import best_and_worst
 from rlbuffer_cli.sheets import Sheet
@@ -50,7 +50,7 @@ class Rows(DataTable[Text]):
 
     def action_select_cursor(self) -> None:
         """Opens the row under the cursor; while there is none yet the screen says why."""
-        if self.row_count or not isinstance(self.screen, Look) or not self.screen.is_reading():
+        if self.row_count or not isinstance(self.screen, BrowserScreen) or not self.screen.is_reading():
             super().action_select_cursor()
 
 
@@ -83,7 +83,7 @@ class EntryLine(Input):
             self.app.post_message(events.Key(event.key, event.character))
 
 
-class Listing(Look):
+class Listing(BrowserScreen):
     """The rows of a target, of a table those that its filter chooses."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -93,8 +93,8 @@ class Listing(Look):
         Binding("m", "more", "more", show=False),
     ]
 
-    def __init__(self, looking: Looking, target: Target) -> None:
-        super().__init__(looking)
+    def __init__(self, browsed: BrowsedRun, target: Target) -> None:
+        super().__init__(browsed)
         self.came_with = target.where
         self.sheet = Sheet(target=target, view=VIEWS[target.name] if target.kind == "table" else NOT_READ)
         self.choose_where(target.where)
@@ -121,7 +121,7 @@ class Listing(Look):
     # -- what it reads ---------------------------------------------------------------------------------------------
     def read(self) -> tuple[Sheet, RenderableType]:
         """The sheet, and what stands above its rows."""
-        run, most = self.looking.run, self.limit if self.target.kind == "table" else TOKENS_PER_WINDOW
+        run, most = self.browsed.run, self.limit if self.target.kind == "table" else TOKENS_PER_WINDOW
         sheet = sheets.read(run, self.target._replace(where=self.where), most)
         lines = [look.plain(line) for line in sheet.said(SHOWN_CHARACTERS)]
         above = sheet.above(max(20, self.size.width - 4))
@@ -319,7 +319,7 @@ class Listing(Look):
         """Takes the filter; that of the groups is for other screens, too."""
         self.where = where
         if self.view is GROUPS:
-            self.looking.where = where
+            self.browsed.where = where
 
     def action_back(self) -> None:
         """Closes the line of the filter, or takes the filter away, or goes to the screen before."""
@@ -332,7 +332,7 @@ class Listing(Look):
             super().action_back()
 
 
-class Group(Listing):
+class OneGroup(Listing):
     """A group, known by its id or the beginning of it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -340,8 +340,8 @@ class Group(Listing):
         Binding("b", "extremes", "best, worst"),
     ]
 
-    def __init__(self, looking: Looking, target: Target) -> None:
-        super().__init__(looking, target._replace(where=looking.where))
+    def __init__(self, browsed: BrowsedRun, target: Target) -> None:
+        super().__init__(browsed, target._replace(where=browsed.where))
         self.marked = ""
         """The first rollout of a comparison."""
 

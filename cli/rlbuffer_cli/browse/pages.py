@@ -14,7 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli.browse.screen import Look, Looking
+from rlbuffer_cli.browse.screen import BrowsedRun, BrowserScreen
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW
 from rlbuffer_cli.tables import VIEWS
 from rlbuffer_cli.text import as_json, broken
@@ -86,7 +86,7 @@ class Prose(VerticalScroll, can_focus=True):
         self.shown.update(Flowing(lines))
 
 
-class Page(Look):
+class Page(BrowserScreen):
     """Text that needs no server."""
 
     def says_how_the_run_stands(self) -> bool:
@@ -118,8 +118,8 @@ class Help(Page):
 class Raw(Page):
     """A record as JSON."""
 
-    def __init__(self, looking: Looking, name: str, record: Mapping[str, Any]) -> None:
-        super().__init__(looking)
+    def __init__(self, browsed: BrowsedRun, name: str, record: Mapping[str, Any]) -> None:
+        super().__init__(browsed)
         self.what, self.content = name, record
 
     def heading(self) -> str:

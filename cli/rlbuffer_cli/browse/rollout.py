@@ -18,7 +18,7 @@ from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.pages import Prose
-from rlbuffer_cli.browse.screen import Look, Looking
+from rlbuffer_cli.browse.screen import BrowsedRun, BrowserScreen
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
 from rlbuffer_cli.facts import LINE_OF_TEXT, life, member_of, verdict, worded
 from rlbuffer_cli.lenses import NAMES, columns_of, lens, numbers_of
@@ -31,7 +31,7 @@ COLUMN = len(NAMES)
 """The key of the lens that shows further columns."""
 
 
-class OneRollout(Look):
+class OneRollout(BrowserScreen):
     """A rollout, known by its id and its group's."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -41,8 +41,8 @@ class OneRollout(Look):
         *(Binding(str(number), f"lens({number})", show=False) for number in range(1, len(NAMES) + 1) if number != 2),
     ]
 
-    def __init__(self, looking: Looking, target: Target) -> None:
-        super().__init__(looking)
+    def __init__(self, browsed: BrowsedRun, target: Target) -> None:
+        super().__init__(browsed)
         self.rollout_id, self.group_id = target.name, target.group
         self.detail: GroupDetail | None = None
         self.member: RolloutView | None = None
@@ -78,10 +78,10 @@ class OneRollout(Look):
 
     def read(self) -> GroupDetail:
         """The group, with the tokenizer and the trainer's file read beside it."""
-        run = self.looking.run
+        run = self.browsed.run
         detail, _ = run.group(self.group_id), run.texts.lacks
         rollouts = [m.rollout for m in detail.tree() if m.rollout is not None and not m.rollout.further]
-        self.kept = {r.rollout_id: self.looking.kept.of(detail.view.group_id, r) for r in rollouts}
+        self.kept = {r.rollout_id: self.browsed.kept.of(detail.view.group_id, r) for r in rollouts}
         return detail
 
     def show_member(self) -> None:
@@ -91,7 +91,7 @@ class OneRollout(Look):
         self.drawn = drawn = member.main
         rollout = drawn.rollout
         tokens, text = self.query_one("#tokens", Tokens), self.query_one("#text", Prose)
-        texts = self.looking.run.texts
+        texts = self.browsed.run.texts
         has_text = rollout is not None and rollout.text is not None and not texts.has_pieces(rollout)
         is_text = has_text and self.number == 1
         text.display, tokens.display = is_text, not is_text
@@ -105,7 +105,7 @@ class OneRollout(Look):
             kept = self.kept.get(drawn.rollout_id, NONE)
             group, origin = self.detail.view, texts.origin(rollout)
             through = lens(group, drawn, NAMES[self.number - 1], column=self.column, origin=origin, kept=kept)
-            tokens.kind = self.looking.colours
+            tokens.kind = self.browsed.colours
             follows = self.follows()
             tokens.put(drawn, through, texts)
             if follows:

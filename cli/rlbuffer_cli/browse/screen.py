@@ -49,7 +49,7 @@ AWAY_EXIT_CODE = 4
 
 
 @dataclass(slots=True)
-class Looking:
+class BrowsedRun:
     """The run that is looked at, for all screens."""
 
     run: WholeRun
@@ -80,7 +80,7 @@ class Open(Message):
         self.target, self.record = target, record
 
 
-class Keys(Footer):
+class KeyFooter(Footer):
     """The keys that there is room for: none is cut, and `?` shows all."""
 
     problems: reactive[int] = reactive(0, recompose=True)
@@ -100,7 +100,7 @@ class Keys(Footer):
         self.call_after_refresh(self.recompose)
 
 
-class Look(Screen[None]):
+class BrowserScreen(Screen[None]):
     """One screen. Keys with a description stand at the foot, where they can be clicked; `?` shows the others."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -114,9 +114,9 @@ class Look(Screen[None]):
         Binding("shift+tab", "app.focus_previous", show=False),
     ]
 
-    def __init__(self, looking: Looking) -> None:
+    def __init__(self, browsed: BrowsedRun) -> None:
         super().__init__()
-        self.looking = looking
+        self.browsed = browsed
         self.loading_now = False
         self.is_away = False
         self.error = self.read_at = ""
@@ -155,17 +155,17 @@ class Look(Screen[None]):
     # -- the frame -------------------------------------------------------------------------------------------------
     def compose(self) -> ComposeResult:
         yield Static(id="title", markup=False)
-        standing = Static(self.looking.standing, id="standing", markup=False)
+        standing = Static(self.browsed.standing, id="standing", markup=False)
         standing.display = self.says_how_the_run_stands()
         yield standing
         yield from self.body()
         yield Static(id="notice", markup=False)
-        keys = Keys(show_command_palette=False)
-        keys.set_reactive(Keys.problems, self.looking.problems)
+        keys = KeyFooter(show_command_palette=False)
+        keys.set_reactive(KeyFooter.problems, self.browsed.problems)
         yield keys
 
     def on_mount(self) -> None:
-        self.set_interval(self.looking.live_seconds, self.tick)
+        self.set_interval(self.browsed.live_seconds, self.tick)
         self.say("")
         self.reload()
 
@@ -174,12 +174,12 @@ class Look(Screen[None]):
 
     def frame(self) -> None:
         """Writes the title: the run, what the screen shows of it, and on the right as of when."""
-        live = "" if not self.looking.is_live else "[live] " if self.at_top() else "[live waits: not at the top] "
+        live = "" if not self.browsed.is_live else "[live] " if self.at_top() else "[live waits: not at the top] "
         at = "  reading ..." if self.loading_now else f"  as of {self.read_at} UTC" if self.read_at else ""
         said = live + printable(self.heading())
         room = max(20, self.size.width - len(at))
         name = max(LEAST_OF_A_NAME, min(MOST_OF_A_NAME, room - cell_len(said) - 2))
-        run = f"{cut(printable(self.looking.buffer.run), name)}  "
+        run = f"{cut(printable(self.browsed.buffer.run), name)}  "
         room -= cell_len(run)
         said = cut(said, room)
         title = Text.assemble((run, "accent"), (said + " " * (room - cell_len(said)), "bold"), (at, "faint"))
@@ -229,12 +229,12 @@ class Look(Screen[None]):
 
     async def look_at_run(self) -> None:
         """How the run stands is on every screen, in a line, and the number of problems at the key that shows them."""
-        state = await self.ask(lambda: read_run_state(self.looking.buffer.store, history=STANDING_RECORDS))
-        self.looking.problems = self.query_one(Keys).problems = len(state.problems)
+        state = await self.ask(lambda: read_run_state(self.browsed.buffer.store, history=STANDING_RECORDS))
+        self.browsed.problems = self.query_one(KeyFooter).problems = len(state.problems)
         known = figures(state, is_brief=True)
         parts = [*(known[name] for name in ("step", "reward") if name in known), *list(alerts(state, most=1))[:1]]
-        self.looking.standing = Text("  ").join(parts)
-        self.query_one("#standing", Static).update(self.looking.standing)
+        self.browsed.standing = Text("  ").join(parts)
+        self.query_one("#standing", Static).update(self.browsed.standing)
 
     def is_reading(self) -> bool:
         """True while the first reading goes on: who pressed a key then is told to press it again."""
@@ -259,7 +259,7 @@ class Look(Screen[None]):
         """Reads again where the server was away, or the screen is live and at its top."""
         if self.is_current and not self.loading_now:
             self.frame()
-            if self.is_away or (self.looking.is_live and self.at_top()):
+            if self.is_away or (self.browsed.is_live and self.at_top()):
                 self.reload()
 
     # -- keys ------------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class Look(Screen[None]):
         self.reload()
 
     def action_live(self) -> None:
-        self.looking.is_live = not self.looking.is_live
+        self.browsed.is_live = not self.browsed.is_live
         self.frame()
 
     def action_copy(self) -> None:
@@ -293,7 +293,7 @@ class Look(Screen[None]):
         from rlbuffer_cli.web.pages import file_name, one_of, write_page
 
         def write() -> str:
-            run, file = self.looking.run, file_name(name)
+            run, file = self.browsed.run, file_name(name)
             write_page([one_of(run.group(name), name)], file, title=f"{name} of run {run.buffer.run}", run=run)
             return str(Path(file).resolve())
 

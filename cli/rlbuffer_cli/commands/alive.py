@@ -30,7 +30,7 @@ ANSWER_SECONDS = 5.0
 @options.common_of_run
 @click.option("--within", type=click.FloatRange(0), default=30.0, show_default=True, metavar="S", help="Seconds.")
 @options.json_lines("One object.")
-def command(who: tuple[str, ...], given: options.Given, within: float) -> int:
+def command(who: tuple[str, ...], given: options.RunFlags, within: float) -> int:
     """Say whether a process of a run was seen lately: a health check. Changes nothing.
 
     WHO is batcher, worker NAME, gateway, scorer NAME or rank N. Of several gateways each has a name: gateway-0,
@@ -52,7 +52,7 @@ def command(who: tuple[str, ...], given: options.Given, within: float) -> int:
     return 0 if is_alive else 1
 
 
-def _last_heard(given: options.Given, who: str) -> tuple[float, bool]:
+def _last_heard(given: options.RunFlags, who: str) -> tuple[float, bool]:
     """Seconds since then, and whether it was the goodbye of a batcher."""
     from rlbuffer.client.run_state import read_run_state
 

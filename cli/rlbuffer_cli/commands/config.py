@@ -39,7 +39,7 @@ command.renamed = {"example": "`rlbuffer config init`"}
 @command.command("check")
 @options.common_of_file
 @options.purpose
-def check(given: options.Given, purpose: str | None) -> int:
+def check(given: options.RunFlags, purpose: str | None) -> int:
     """Load the settings and say everything in them that cannot work. Exit code 3 when there is anything.
 
     Imports modules that the settings name in a process of its own, looks at models and packages without importing any,
@@ -106,7 +106,7 @@ def _complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete
 @click.argument("key", metavar="SETTING", shell_complete=_complete_setting)
 @options.common
 @options.json_lines("One object per setting.")
-def explain(key: str, given: options.Given) -> int:
+def explain(key: str, given: options.RunFlags) -> int:
     """Say what a setting means, may be and is, where its value comes from, and what it is checked against.
 
     SETTING is a name such as batcher.max_age, its last part where that is unique, or a table: then all that is in it.
@@ -130,7 +130,7 @@ def explain(key: str, given: options.Given) -> int:
 @options.common_of_file
 @click.option("--sources", is_flag=True, help="Also say where each value came from.")
 @options.json_lines("One object per setting.")
-def show(given: options.Given, sources: bool) -> int:
+def show(given: options.RunFlags, sources: bool) -> int:
     """Print every setting as it counts, by table: what it prints is a file of settings.
 
     \b
@@ -176,7 +176,7 @@ def _as_toml(rows: Sequence[tuple[str, Any, str]], has_sources: bool) -> Iterato
 )
 @options.yes
 @options.json_lines("One object per change, then the outcome.")
-def apply(given: options.Given, timeout: float, yes: bool) -> int:
+def apply(given: options.RunFlags, timeout: float, yes: bool) -> int:
     """Change the batcher's settings of a run, also while it is at work.
 
     Shows what differs and what follows from it. The batcher that leads takes the settings between two steps, and so

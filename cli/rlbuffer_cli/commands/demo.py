@@ -23,7 +23,7 @@ from rlbuffer_cli.text import wrapped
 if TYPE_CHECKING:
     from rlbuffer.config.loading import Loaded
     from rlbuffer.state.step_record import StepRecord
-    from rlbuffer_cli.live import Ended
+    from rlbuffer_cli.live import EndedRun
 
 EDGE_STEPS = 10
 """Steps that the rewards `from` and `to` of the summary are means of; fewer in a short run."""
@@ -40,7 +40,7 @@ _log = logging.getLogger("rlbuffer.demo")
 @click.option("--deterministic", is_flag=True, help="One env, one worker, on policy: the same bits in every run.")
 @options.display
 def command(
-    given: options.Given,
+    given: options.RunFlags,
     steps: int | None,
     seconds: float | None,
     seed: int,
@@ -68,7 +68,7 @@ def command(
     display, settings = options.choose_display(display), loaded.settings
     stop, is_time_up = threading.Event(), threading.Event()
     starting("loading torch")
-    from rlbuffer_cli.live import Watch, supervised
+    from rlbuffer_cli.live import LiveRun, supervised
     from rlbuffer_cli.view import step_line
 
     def relay(name: str, line: str) -> None:
@@ -81,7 +81,7 @@ def command(
         text = step_line(record, settings.trainer.steps)
         _log.info("%s  %s", text, envs, extra={"fields": record.as_object()})
 
-    def tick(watch: Watch) -> None:
+    def tick(watch: LiveRun) -> None:
         if seconds is not None and watch.seconds >= seconds:
             is_time_up.set()
             stop.set()
@@ -99,7 +99,7 @@ def command(
     return code
 
 
-def _settings(given: options.Given, steps: int | None, seed: int, deterministic: bool) -> Loaded:
+def _settings(given: options.RunFlags, steps: int | None, seed: int, deterministic: bool) -> Loaded:
     from rlbuffer.checks.check import EVERYTHING
 
     run = given.run or f"demo-{datetime.now(UTC):%Y%m%d-%H%M%S}"
@@ -119,7 +119,7 @@ def _settings(given: options.Given, steps: int | None, seed: int, deterministic:
         return replace(given, run=run, config=given.config or str(packaged)).load(flags, parts=EVERYTHING)
 
 
-def _summarize(loaded: Loaded, ended: Ended, code: int, seed: int) -> None:
+def _summarize(loaded: Loaded, ended: EndedRun, code: int, seed: int) -> None:
     """Says where reward began and ended, what was trained, whether it adds up, and what to type next."""
     from rlbuffer.config.fractions import budgets_at
 

@@ -17,7 +17,7 @@ LEVEL_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 @options.common
 @options.purpose
 @options.json_lines("One object per line.")
-def command(given: options.Given, purpose: str | None) -> int:
+def command(given: options.RunFlags, purpose: str | None) -> int:
     """Look at settings, host and server, and say what to do about each trouble. Changes nothing.
 
     One line each: ok, warning, or failure with its fix. Exit code 1 when there is a failure. Starts no server; modules

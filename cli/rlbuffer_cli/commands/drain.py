@@ -23,7 +23,7 @@ DRAIN_POLL_SECONDS = 0.3
 @click.option("--undo", is_flag=True, help="Give tickets again.")
 @click.option("--timeout", type=click.FloatRange(0), metavar="S", help="Give up waiting after S seconds (exit code 5).")
 @options.json_lines("One object when it is done.")
-def command(undo: bool, timeout: float | None, given: options.Given) -> int:
+def command(undo: bool, timeout: float | None, given: options.RunFlags) -> int:
     """Let a run come to rest: no more tickets, until nothing is out and no further step can be made.
 
     Workers finish what they have tickets for and then wait; the batcher goes on making steps while it can. This

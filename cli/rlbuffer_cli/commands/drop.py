@@ -15,7 +15,7 @@ from rlbuffer_cli.session import open_run
 @click.option("--where", required=True, metavar="FILTER", help="Which groups, e.g. 'env:math age>=2'.")
 @options.yes
 @options.json_lines("One object.")
-def command(where: str, yes: bool, given: options.Given) -> int:
+def command(where: str, yes: bool, given: options.RunFlags) -> int:
     """Drop pending groups that match a filter.
 
     Groups that are forming or ready go, whole, and are counted as dropped by an operator; parts that come later are

@@ -33,7 +33,7 @@ def command() -> None:
 @command.command("pause")
 @click.argument("env")
 @options.common_of_run
-def pause(env: str, given: options.Given) -> int:
+def pause(env: str, given: options.RunFlags) -> int:
     """Leave an env out of the next steps.
 
     No step waits for it, nothing of it is trained, and its workers get no tickets. What it has in the pool stays
@@ -56,7 +56,7 @@ def pause(env: str, given: options.Given) -> int:
 @command.command("done")
 @click.argument("env")
 @options.common_of_run
-def done(env: str, given: options.Given) -> int:
+def done(env: str, given: options.RunFlags) -> int:
     """Say that nothing more comes of an env.
 
     Its workers get no further ticket and end; what they have begun is finished, and what it has is trained. When all
@@ -75,7 +75,7 @@ def done(env: str, given: options.Given) -> int:
 @command.command("resume")
 @click.argument("env")
 @options.common_of_run
-def resume(env: str, given: options.Given) -> int:
+def resume(env: str, given: options.RunFlags) -> int:
     """Let an env take part again that is paused or done.
 
     What it missed while it was paused is not made up for. An env that was said to be done has the end, if any, that its
@@ -93,7 +93,7 @@ def resume(env: str, given: options.Given) -> int:
 
 
 @contextmanager
-def _run_of(env: str, given: options.Given) -> Iterator[tuple[OperatorStore, str]]:
+def _run_of(env: str, given: options.RunFlags) -> Iterator[tuple[OperatorStore, str]]:
     """The run's store and its name."""
     from rlbuffer.records.info import ENV_NAME
     from rlbuffer.store.operator import OperatorStore

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 )
 @click.option("--archive", metavar="DIR", help="Groups of an archive instead of the server: no server is needed.")
 @options.json_lines("The counts as one object.")
-def command(given: options.Given, where: str, output: str, archive: str | None) -> int:
+def command(given: options.RunFlags, where: str, output: str, archive: str | None) -> int:
     """Write groups into a file that `rlbuffer push` reads, or into a page for people.
 
     JSON Lines for people and scripts, Parquet with the columns of an archive's rollouts. Pushed into another run, every
@@ -82,7 +82,7 @@ def command(given: options.Given, where: str, output: str, archive: str | None) 
     return 0
 
 
-class Found(NamedTuple):
+class MatchingGroups(NamedTuple):
     """The groups of a run that match the filter; each is read when it is asked for."""
 
     run: str
@@ -92,17 +92,17 @@ class Found(NamedTuple):
     """As `inspect` shows them."""
 
 
-def _of_server(buffer: Buffer, where: str, gone: list[str]) -> Found:
+def _of_server(buffer: Buffer, where: str, gone: list[str]) -> MatchingGroups:
     from rlbuffer.client.exporting import export_groups
     from rlbuffer.client.searching import list_details
     from rlbuffer.client.texts import Texts, tokenizer_directory
 
     texts = Texts(tokenizer_directory(buffer.settings))
     details = list_details(buffer.store, where=where, limit=2**31, text_of=texts.decoded)
-    return Found(buffer.run, export_groups(buffer, where, gone), details)
+    return MatchingGroups(buffer.run, export_groups(buffer, where, gone), details)
 
 
-def _of_archive(folder: Path, where: str, gone: list[str]) -> Found:
+def _of_archive(folder: Path, where: str, gone: list[str]) -> MatchingGroups:
     from rlbuffer.archive import Archive
     from rlbuffer.archive.groups import pushes_of
     from rlbuffer.client.filters import parse
@@ -121,10 +121,10 @@ def _of_archive(folder: Path, where: str, gone: list[str]) -> Found:
             gone.extend([] if group.members else [group.group_id])
             yield from pushes_of(group.members, gone)
 
-    return Found(archive.run, groups(), (detail for _, detail in chosen()))
+    return MatchingGroups(archive.run, groups(), (detail for _, detail in chosen()))
 
 
-def _write(path: Path, found: Found, buffer: Buffer | None, where: str, gone: list[str]) -> Counter[str]:
+def _write(path: Path, found: MatchingGroups, buffer: Buffer | None, where: str, gone: list[str]) -> Counter[str]:
     """Writes the file, whole or not at all, or lines on stdout. -> how many groups and rollouts it has."""
     from rlbuffer.process.files import write_whole
     from rlbuffer.wire.jsonl import line_of

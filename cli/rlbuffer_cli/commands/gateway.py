@@ -17,7 +17,7 @@ from rlbuffer_cli import options
 @options.setting("gateway.listen", "Where agents ask.", metavar="HOST:PORT")
 @click.option("--replica", type=int, default=0, metavar="I", help="Number of this process among equal ones.")
 @click.option("--display", type=click.Choice(["auto", "plain", "json", "none"]), default="auto", help="What to print.")
-def command(given: options.Given, replica: int, display: str) -> int:
+def command(given: options.RunFlags, replica: int, display: str) -> int:
     """Answer agents of other programs, and record their rollouts.
 
     An agent needs nothing of rlbuffer: it asks a base URL with its own client, of OpenAI's or Anthropic's kind. What

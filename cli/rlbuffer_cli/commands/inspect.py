@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def command(
     what: str | None,
     other: str | None,
-    given: options.Given,
+    given: options.RunFlags,
     where: str,
     plain: bool,
     limit: int | None,

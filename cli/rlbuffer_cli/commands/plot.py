@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write .png or .svg instead of drawing."
 )
 @options.json_lines("One object per point.")
-def command(field: str, runs: tuple[str, ...], given: options.Given, output: Path | None) -> int:
+def command(field: str, runs: tuple[str, ...], given: options.RunFlags, output: Path | None) -> int:
     """Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.
 
     WHAT is a field of metrics.jsonl (reward, loss, entropy, kl, age, wait, tokens_per_second), with a dot for one entry

@@ -68,7 +68,7 @@ Wrong = Callable[[str, InvalidRollout], None]
 @options.json_lines("The counts as one object.")
 def command(
     file: str,
-    given: options.Given,
+    given: options.RunFlags,
     worker: str,
     done: bool,
     version: int | str | None,

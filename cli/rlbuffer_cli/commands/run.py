@@ -18,7 +18,7 @@ _log = logging.getLogger("rlbuffer.run")
 @options.common_of_file
 @options.setting("trainer.steps", "Stop after this many trained steps.", type=int, metavar="N")
 @options.display
-def command(given: options.Given, display: str) -> int:
+def command(given: options.RunFlags, display: str) -> int:
     """Start and supervise every process of a run on this machine.
 
     FILE has the settings; without it the rlbuffer.toml of this folder counts. Starts the embedded server (unless

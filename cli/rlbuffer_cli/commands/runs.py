@@ -44,7 +44,7 @@ command.renamed = {
 @command.command("list")
 @options.common
 @options.json_lines("One object per run.")
-def list_runs(given: options.Given) -> int:
+def list_runs(given: options.RunFlags) -> int:
     """List the runs that the server holds. Changes nothing.
 
     \b
@@ -112,7 +112,7 @@ def _record(loaded: Loaded, name: str, opened_seconds_ago: float) -> dict[str, A
 @click.option("--keep-pending", is_flag=True, help="Pending groups stay; else they drop with the steps.")
 @options.yes
 @click.option("--force", is_flag=True, help="Although a trainer is at work (it ends), or step N was retired.")
-def rewind(number: int, keep_pending: bool, yes: bool, force: bool, given: options.Given) -> int:
+def rewind(number: int, keep_pending: bool, yes: bool, force: bool, given: options.RunFlags) -> int:
     """Take a run back to step N.
 
     The steps after N and all pending groups drop as void, unless an earlier step has trained them, too, and none of
@@ -134,7 +134,7 @@ def rewind(number: int, keep_pending: bool, yes: bool, force: bool, given: optio
 
 
 def _take_back(
-    given: options.Given,
+    given: options.RunFlags,
     step: int,
     ask: Callable[[OperatorStore], Mapping[str, Any]],
     *,
@@ -177,7 +177,7 @@ def _lost(store: OperatorStore, settings: RunSettings, step: int, *, with_pool: 
 @options.common
 @options.yes
 @click.option("--force", is_flag=True, help="Although processes of the run are at work.")
-def reset(name: str, yes: bool, force: bool, given: options.Given) -> int:
+def reset(name: str, yes: bool, force: bool, given: options.RunFlags) -> int:
     """Remove a run from the server, with everything in it.
 
     Pool, steps, payloads, ledger and history; checkpoints and weights on the disk stay. Refused while processes of the

@@ -22,7 +22,7 @@ HOW = "--model PATH or --reward package.module:function"
 @click.option("--replica", type=int, default=0, metavar="I", help="Number of this process among equal ones.")
 @click.option("--display", type=click.Choice(["auto", "plain", "json", "none"]), default="auto", help="What to print.")
 def command(
-    name: str | None, given: options.Given, model: str | None, reward: str | None, replica: int, display: str
+    name: str | None, given: options.RunFlags, model: str | None, reward: str | None, replica: int, display: str
 ) -> int:
     """Add what groups need before they train: reference logprobs, slow rewards.
 

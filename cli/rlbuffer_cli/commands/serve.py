@@ -39,7 +39,7 @@ DECIDING = (
     "archive.dir", "Keep every step and every drop in Parquet files there.", flag="--archive", metavar="DIR"
 )
 @options.display
-def command(given: options.Given, resume: bool, fresh: bool, replace_config: bool, display: str) -> int:
+def command(given: options.RunFlags, resume: bool, fresh: bool, replace_config: bool, display: str) -> int:
     """Run the batcher: decides what each step trains on.
 
     It reads what workers push, drops what is too old, gives every env its token budget and commits one step after
@@ -73,7 +73,7 @@ def command(given: options.Given, resume: bool, fresh: bool, replace_config: boo
             from rlbuffer_cli import live
 
             opening = f'run "{settings.run}": connecting to the server ...'
-            watch = live.Watch(settings, title="rlbuffer serve", opening=opening, asks=None, from_end=True)
+            watch = live.LiveRun(settings, title="rlbuffer serve", opening=opening, asks=None, from_end=True)
             ready = watch.may_ask
             views.enter_context(live.shown(watch))
             views.enter_context(watch)

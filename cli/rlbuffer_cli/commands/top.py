@@ -22,7 +22,7 @@ from rlbuffer_cli.starting import is_drawable
     "--every", type=click.FloatRange(0.1), default=2.0, show_default=True, metavar="S", help="Seconds between looks."
 )
 @options.json_lines("One object per look.")
-def command(given: options.Given, once: bool, every: float) -> int:
+def command(given: options.RunFlags, once: bool, every: float) -> int:
     """See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.
 
     Rates and drops are of the last minute; where steps are slow, of the time of five, at most of five minutes. On a
@@ -59,10 +59,10 @@ def command(given: options.Given, once: bool, every: float) -> int:
     return 0
 
 
-def _draw(given: options.Given, every: float) -> int:
+def _draw(given: options.RunFlags, every: float) -> int:
     """The dashboard, until `q` or ctrl-C."""
     from rlbuffer.run.run_log import LOG_FILE
-    from rlbuffer_cli.live import Watch, shown
+    from rlbuffer_cli.live import LiveRun, shown
 
     loaded = given.load()
     with open_existing(loaded) as buffer:
@@ -76,7 +76,7 @@ def _draw(given: options.Given, every: float) -> int:
 
     keys = {"T": "light, dark", "q": "quit", "rlbuffer inspect": "browse"}
     log = settings.run_dir / LOG_FILE
-    watch = Watch(
+    watch = LiveRun(
         settings,
         title="rlbuffer top",
         opening="looking ...",

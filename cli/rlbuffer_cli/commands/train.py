@@ -35,7 +35,7 @@ from rlbuffer_cli.starting import starting
     help="Times in a row that ranks are started again after a failure.",
 )
 @options.display
-def command(given: options.Given, fake_data: bool, debug_samples: int, max_restarts: int, display: str) -> int:
+def command(given: options.RunFlags, fake_data: bool, debug_samples: int, max_restarts: int, display: str) -> int:
     """Train on the batches, with one or more data-parallel ranks.
 
     Starts W processes on this machine, pulls one step after the other, and publishes every new policy version for
@@ -66,7 +66,7 @@ def command(given: options.Given, fake_data: bool, debug_samples: int, max_resta
 
             first = "the steps are made up" if fake_data else "the first step comes once the batcher has committed it"
             opening = f"starting the ranks; {first}"
-            watch = live.Watch(settings, title="rlbuffer train", opening=opening, asks=not fake_data, from_end=True)
+            watch = live.LiveRun(settings, title="rlbuffer train", opening=opening, asks=not fake_data, from_end=True)
             views.enter_context(live.shown(watch))
             views.enter_context(watch)
 

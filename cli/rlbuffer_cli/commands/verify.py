@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @options.common_of_run
 @click.option("--archive", metavar="DIR", help="Check an archive instead of the server: no server is needed.")
 @options.json_lines("One object per finding, then the report.")
-def command(given: options.Given, archive: str | None) -> int:
+def command(given: options.RunFlags, archive: str | None) -> int:
     """Recompute the ledger and check every invariant. Changes nothing.
 
     pushed = pending + packed + trained + dropped, in rollouts and tokens, per env; every step dense and chained;

@@ -22,7 +22,7 @@ def command() -> None:
 @command.command("serve")
 @options.common
 @options.setting("weights.listen", "Where to serve. [default: weights.listen]", metavar="HOST:PORT")
-def serve(given: options.Given) -> int:
+def serve(given: options.RunFlags) -> int:
     """Serve policy versions over HTTP until ctrl-C.
 
     It serves what the trainer publishes on this host: for trainers started by torchrun, and hosts where that should be

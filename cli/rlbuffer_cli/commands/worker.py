@@ -26,7 +26,7 @@ HOW = "--env (vcopy, repeat, jsonl, package.module:factory)"
 @options.setting(".temperature", "Sampling temperature.", type=float, metavar="T")
 @click.option("--replica", type=int, default=0, metavar="I", help="Number of this process among equal ones.")
 @click.option("--display", type=click.Choice(["auto", "plain", "json", "none"]), default="auto", help="What to print.")
-def command(name: str | None, given: options.Given, env: str | None, replica: int, display: str) -> int:
+def command(name: str | None, given: options.RunFlags, env: str | None, replica: int, display: str) -> int:
     """Sample and score rollouts of one env and push them.
 
     NAME is a [worker.NAME] section of the config; without a config, --env is enough. A worker waits for leave to

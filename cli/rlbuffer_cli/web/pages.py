@@ -75,7 +75,7 @@ _LINES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
+class PageData:
     """Everything that a page knows besides the groups."""
 
     texts: Texts
@@ -185,9 +185,9 @@ def policy(forms: str) -> str:
 
 
 # -- groups and rollouts -----------------------------------------------------------------------------------------------
-def sources_of(run: WholeRun) -> Sources:
+def sources_of(run: WholeRun) -> PageData:
     """Everything that pages of this run know besides the groups: its tokenizer, and what its trainer keeps here."""
-    return Sources(texts=run.texts, kept=KeptValues(run.buffer.settings.output_dir).of)
+    return PageData(texts=run.texts, kept=KeptValues(run.buffer.settings.output_dir).of)
 
 
 def write_page(details: Iterable[GroupDetail], file: str, *, title: str, run: WholeRun | None = None) -> None:
@@ -198,7 +198,7 @@ def write_page(details: Iterable[GroupDetail], file: str, *, title: str, run: Wh
     Raises:
         OSError: the file cannot be written.
     """
-    sources = Sources(texts=Texts()) if run is None else sources_of(run)
+    sources = PageData(texts=Texts()) if run is None else sources_of(run)
     at = "" if run is None else moment(run.buffer.store.now())
     groups = (shown_group(detail, sources, is_whole=True) for detail in details)
     pieces = page("export", title=title, groups=groups, view=MEMBERS, lenses=LENSES, lens="logprob", at=at)
@@ -220,7 +220,7 @@ def file_name(identifier: str) -> str:
     return f"rlbuffer-{re.sub(r'[^A-Za-z0-9_.-]+', '-', identifier)[:120]}.html"
 
 
-def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False) -> dict[str, Any]:
+def shown_group(detail: GroupDetail, sources: PageData, *, is_whole: bool = False) -> dict[str, Any]:
     """What a page says of a group; `is_whole`: with the tokens of its rollouts."""
     view = detail.view
     title, *facts = (line if isinstance(line, str) else line.plain for line in headline(view))
@@ -240,7 +240,7 @@ def shown_group(detail: GroupDetail, sources: Sources, *, is_whole: bool = False
     }
 
 
-def shown_rollout(detail: GroupDetail, member: RolloutView, sources: Sources, *, since: int = 0) -> dict[str, Any]:
+def shown_rollout(detail: GroupDetail, member: RolloutView, sources: PageData, *, since: int = 0) -> dict[str, Any]:
     """What a page says of a rollout: its verdict, its life, and its tokens by turn, through every lens; those from
     token `since` on."""
     facts = verdict(member)
@@ -313,7 +313,7 @@ def _turns(
 
 
 # -- two rollouts ------------------------------------------------------------------------------------------------------
-def shown_pair(detail: GroupDetail, one: RolloutView, other: RolloutView, sources: Sources) -> dict[str, Any]:
+def shown_pair(detail: GroupDetail, one: RolloutView, other: RolloutView, sources: PageData) -> dict[str, Any]:
     """What a page says of two rollouts of a group: the facts, what both begin with, and each from where they part."""
     parts = first_difference(one, other)
     pairs = [dict(_flat(panels(detail, member))) for member in (one, other)]

@@ -24,7 +24,7 @@ from rlbuffer_cli.table import Target, View, ordered
 from rlbuffer_cli.tables import MEMBERS, STEPS, VIEWS
 from rlbuffer_cli.text import time_of
 from rlbuffer_cli.view import account, agents, alerts, figures, notes, states
-from rlbuffer_cli.web.pages import LENSES, Sources, drawn, page, shown_group, shown_pair, shown_rollout
+from rlbuffer_cli.web.pages import LENSES, PageData, drawn, page, shown_group, shown_pair, shown_rollout
 from rlbuffer_cli.whole_run import WholeRun
 
 Query = Mapping[str, str]
@@ -34,7 +34,7 @@ WORST_ROLLOUTS = 50
 TABS = (("overview", "./"), *((name, name) for name in VIEWS))
 
 
-def route(run: WholeRun, sources: Sources, name: str, query: Query) -> Iterator[str] | None:
+def route(run: WholeRun, sources: PageData, name: str, query: Query) -> Iterator[str] | None:
     """The pieces of a page; None where there is none of that name."""
     if name in VIEWS:
         return _listed(run, VIEWS[name], query)
@@ -159,7 +159,7 @@ def _listed(run: WholeRun, view: View, query: Query) -> Iterator[str]:
     )
 
 
-def _group(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
+def _group(run: WholeRun, query: Query, sources: PageData) -> Iterator[str]:
     detail = run.group(query.get("id", ""))
     group = shown_group(detail, sources)
     both = best_and_worst(detail)
@@ -167,7 +167,7 @@ def _group(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
     return _page(run, "group", "groups", f"group {detail.view.group_id}", group=group, view=MEMBERS, ways=ways)
 
 
-def _rollout(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
+def _rollout(run: WholeRun, query: Query, sources: PageData) -> Iterator[str]:
     detail = run.group(query.get("id", ""))
     member = member_of(detail, query.get("rollout", ""))
     names, group_id = [one.rollout_id for one in detail.tree()], detail.view.group_id
@@ -200,7 +200,7 @@ def compared(group_id: str, one: str, other: str) -> str:
     return link("compare", id=group_id, one=one, other=other)
 
 
-def _compare(run: WholeRun, query: Query, sources: Sources) -> Iterator[str]:
+def _compare(run: WholeRun, query: Query, sources: PageData) -> Iterator[str]:
     """Two rollouts of a group: where they part, and how each goes on."""
     detail = run.group(query.get("id", ""))
     one, other = (member_of(detail, query.get(name, "")) for name in ("one", "other"))

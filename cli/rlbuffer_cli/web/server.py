@@ -22,7 +22,7 @@ from rlbuffer.process.signals import stop_on_signals
 from rlbuffer.process.web_servers import AskedRequest, AskedServer
 from rlbuffer.state.text import printable
 from rlbuffer_cli.options import echo, say
-from rlbuffer_cli.web.pages import Sources, policy, sources_of
+from rlbuffer_cli.web.pages import PageData, policy, sources_of
 from rlbuffer_cli.web.routes import refusal, route
 from rlbuffer_cli.whole_run import WholeRun
 
@@ -50,7 +50,7 @@ class Pages(AskedServer):
         super().__init__((HOST, port), Handler)
         run.buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_PAGE
         self.run = run
-        self.sources: Sources = sources_of(run)
+        self.sources: PageData = sources_of(run)
         self.token = secrets.token_urlsafe(SECRET_BYTES)
 
     @property

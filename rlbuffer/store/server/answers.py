@@ -62,7 +62,7 @@ IS_SENTINEL = "it is a sentinel. Write redis+sentinel://HOST:PORT,HOST:PORT/SERV
 TOO_MANY_CLIENTS = "max number of clients"
 
 
-class Cause(Enum):
+class ConnectionFault(Enum):
     """Why no connection can be had."""
 
     NOTHING_THERE = auto()
@@ -88,39 +88,40 @@ _TLS = (
     "yours (ssl_certfile=, ssl_keyfile=)."
 )
 REMEDIES = {
-    Cause.NO_SUCH_HOST: "This host does not know that name: correct it, or look at this host's DNS.",
-    Cause.NO_WAY: "Is the address right, does that host run, does a firewall stand between?",
-    Cause.FULL: "A server is there, and has as many connections as it takes (maxclients). `redis-cli client list` "
-    "shows who holds them: close some, or raise it (redis-cli config set maxclients 10000).",
-    Cause.NO_RIGHTS: "This process's user may not use it: of a unix socket see `ls -l` and the server's "
+    ConnectionFault.NO_SUCH_HOST: "This host does not know that name: correct it, or look at this host's DNS.",
+    ConnectionFault.NO_WAY: "Is the address right, does that host run, does a firewall stand between?",
+    ConnectionFault.FULL: "A server is there, and has as many connections as it takes (maxclients). `redis-cli client "
+    "list` shows who holds them: close some, or raise it (redis-cli config set maxclients 10000).",
+    ConnectionFault.NO_RIGHTS: "This process's user may not use it: of a unix socket see `ls -l` and the server's "
     "unixsocketperm; else a firewall of this host.",
-    Cause.OWN_FILES: "This process has as many files open as it may: raise that limit (ulimit -n), or close some.",
-    Cause.OWN_PORTS: "This host has no port left for a connection (`ss -s` counts them): close some.",
-    Cause.STRANGER: "Another program listens there, which does not speak Redis' protocol: correct the port.",
+    ConnectionFault.OWN_FILES: "This process has as many files open as it may: raise that limit (ulimit -n), or close "
+    "some.",
+    ConnectionFault.OWN_PORTS: "This host has no port left for a connection (`ss -s` counts them): close some.",
+    ConnectionFault.STRANGER: "Another program listens there, which does not speak Redis' protocol: correct the port.",
 }
 """What helps where it is the same for every address."""
 OF_A_KNOWN_SERVER = {
-    Cause.HANGS_UP: "It closes a connection that has worked before: its log may say why. A client-output-buffer-limit "
-    "for normal clients must be above 64 MiB.",
-    Cause.SILENT: "It has answered before: it is halted or busy now, or the network between is gone.",
+    ConnectionFault.HANGS_UP: "It closes a connection that has worked before: its log may say why. A "
+    "client-output-buffer-limit for normal clients must be above 64 MiB.",
+    ConnectionFault.SILENT: "It has answered before: it is halted or busy now, or the network between is gone.",
 }
 OF_A_NEW_ONE = {
-    Cause.HANGS_UP: "Else its log may say why it hangs up.",
-    Cause.SILENT: "Or it is halted, or busy: look at that host.",
+    ConnectionFault.HANGS_UP: "Else its log may say why it hangs up.",
+    ConnectionFault.SILENT: "Or it is halted, or busy: look at that host.",
 }
 """What is said behind a doubt about TLS, which a server that has answered cannot give."""
 _OF_SOCKET = {
-    errno.ECONNREFUSED: Cause.NOTHING_THERE,
-    errno.ENOENT: Cause.NOTHING_THERE,
-    errno.EHOSTUNREACH: Cause.NO_WAY,
-    errno.ENETUNREACH: Cause.NO_WAY,
-    errno.EHOSTDOWN: Cause.NO_WAY,
-    errno.ETIMEDOUT: Cause.NO_WAY,
-    errno.EACCES: Cause.NO_RIGHTS,
-    errno.EPERM: Cause.NO_RIGHTS,
-    errno.EMFILE: Cause.OWN_FILES,
-    errno.ENFILE: Cause.OWN_FILES,
-    errno.EADDRNOTAVAIL: Cause.OWN_PORTS,
+    errno.ECONNREFUSED: ConnectionFault.NOTHING_THERE,
+    errno.ENOENT: ConnectionFault.NOTHING_THERE,
+    errno.EHOSTUNREACH: ConnectionFault.NO_WAY,
+    errno.ENETUNREACH: ConnectionFault.NO_WAY,
+    errno.EHOSTDOWN: ConnectionFault.NO_WAY,
+    errno.ETIMEDOUT: ConnectionFault.NO_WAY,
+    errno.EACCES: ConnectionFault.NO_RIGHTS,
+    errno.EPERM: ConnectionFault.NO_RIGHTS,
+    errno.EMFILE: ConnectionFault.OWN_FILES,
+    errno.ENFILE: ConnectionFault.OWN_FILES,
+    errno.EADDRNOTAVAIL: ConnectionFault.OWN_PORTS,
 }
 """Error of the socket -> its cause."""
 
@@ -295,22 +296,22 @@ def tls_mistake(error: BaseException) -> str:
     return ""
 
 
-def cause_of(error: redis.RedisError) -> Cause:
+def cause_of(error: redis.RedisError) -> ConnectionFault:
     """Why no connection can be had."""
     if isinstance(error, NoPrimary):
-        return Cause.NO_PRIMARY
+        return ConnectionFault.NO_PRIMARY
     if TOO_MANY_CLIENTS in words_of(error):
-        return Cause.FULL
+        return ConnectionFault.FULL
     if isinstance(error, redis.InvalidResponse):
-        return Cause.STRANGER
+        return ConnectionFault.STRANGER
     for below in causes(error):
         if isinstance(below, socket.gaierror):
-            return Cause.NO_SUCH_HOST
+            return ConnectionFault.NO_SUCH_HOST
         if isinstance(below, OSError) and below.errno in _OF_SOCKET:
             return _OF_SOCKET[below.errno]
     if isinstance(error, redis.TimeoutError):
-        return Cause.NO_WAY if str(error).startswith("Timeout connecting") else Cause.SILENT
-    return Cause.HANGS_UP
+        return ConnectionFault.NO_WAY if str(error).startswith("Timeout connecting") else ConnectionFault.SILENT
+    return ConnectionFault.HANGS_UP
 
 
 def remedy(error: redis.RedisError, *, url: str, origin: str, is_known: bool) -> str:
@@ -322,11 +323,11 @@ def remedy(error: redis.RedisError, *, url: str, origin: str, is_known: bool) ->
     is_tls = url.lower().startswith("rediss")
     if cause in REMEDIES:
         # A handshake that is not answered looks like a way that leads nowhere.
-        return f"  {REMEDIES[cause]}{f' {_TLS}' if is_tls and cause is Cause.NO_WAY else ''}"
+        return f"  {REMEDIES[cause]}{f' {_TLS}' if is_tls and cause is ConnectionFault.NO_WAY else ''}"
     if cause in OF_A_NEW_ONE:
         doubt = _TLS if is_tls else "" if url.startswith("unix") else _PLAIN
         return f"  {OF_A_KNOWN_SERVER[cause] if is_known else f'{doubt} {OF_A_NEW_ONE[cause]}'.strip()}"
-    if cause is Cause.NO_PRIMARY:
+    if cause is ConnectionFault.NO_PRIMARY:
         return f"  {_start_one(url)}"
     instead = "leave redis_url out"
     if origin.startswith("--"):

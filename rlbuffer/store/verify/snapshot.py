@@ -12,7 +12,7 @@ from rlbuffer.store.keys import Keys
 from rlbuffer.store.ledger import parse_ledger
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.pool import pool_entries, reused_groups
-from rlbuffer.store.records import Finding, Ledger, Meta, PartRollout, PoolEntry, Reused, Unused
+from rlbuffer.store.records import Ledger, Meta, PartRollout, PoolEntry, Reused, Unused, Violation
 from rlbuffer.store.session import Entry, ranged, text
 from rlbuffer.store.unused import unused_of
 from rlbuffer.store.viewer import Viewer, header_of, parse_meta, part_of
@@ -55,17 +55,17 @@ class Snapshot:
     reused: tuple[Reused, ...]
     unused: tuple[Unused, ...]
     """Of the live steps."""
-    unreadable: tuple[Finding, ...]
+    unreadable: tuple[Violation, ...]
 
 
 @dataclass(slots=True)
 class Findings:
     """The findings so far."""
 
-    found: list[Finding] = field(default_factory=list)
+    found: list[Violation] = field(default_factory=list)
 
     def add(self, invariant: str, message: str) -> None:
-        self.found.append(Finding(invariant=invariant, message=message))
+        self.found.append(Violation(invariant=invariant, message=message))
 
     def unless(self, holds: bool, invariant: str, message: str) -> None:
         if not holds:

@@ -37,7 +37,7 @@ _FOLDER = "RANK_ENDS_FOLDER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class RankEnd:
     """The end of a rank, or of all of them."""
 
     exit_code: int
@@ -71,7 +71,7 @@ def run_ranks(
     world_size: int,
     stop: threading.Event,
     leave_seconds: float = LEAVE_SECONDS,
-) -> End:
+) -> RankEnd:
     """Runs `main` in a process for each rank, with torchrun's environment, and waits until all have ended.
 
     They are asked to leave when `stop` is set, and killed `leave_seconds` later, or some seconds after one of them
@@ -113,14 +113,14 @@ def run_ranks(
                         process.kill()
                 deadline = math.inf
         codes = {rank: process.exitcode or 0 for rank, process in enumerate(ranks)}
-        words = {int(path.stem): End(**json.loads(path.read_text("utf-8"))) for path in Path(folder).glob("*.json")}
+        words = {int(path.stem): RankEnd(**json.loads(path.read_text("utf-8"))) for path in Path(folder).glob("*.json")}
         if stop.is_set() or INTERRUPTED in codes.values():
             said = (end.text for end in words.values() if not end.is_consequence)  # its checkpoint may be refused
-            return End(exit_code=INTERRUPTED, text=next(said, ""), is_final=True)
+            return RankEnd(exit_code=INTERRUPTED, text=next(said, ""), is_final=True)
         return _cause(words, codes, killed)
 
 
-def _cause(words: Mapping[int, End], codes: Mapping[int, int], killed: set[int]) -> End:
+def _cause(words: Mapping[int, RankEnd], codes: Mapping[int, int], killed: set[int]) -> RankEnd:
     """The first rank that failed by itself counts, not those that lost it, nor those that had to be killed then."""
     ends = sorted(words.values(), key=lambda end: (end.is_consequence, not end.is_final, end.at))
     if ends and not ends[0].is_consequence:
@@ -128,11 +128,11 @@ def _cause(words: Mapping[int, End], codes: Mapping[int, int], killed: set[int])
     for rank, code in codes.items():
         if code and rank not in words and rank not in killed:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            return End(exit_code=1, text=f"Rank {rank} {how}.")
+            return RankEnd(exit_code=1, text=f"Rank {rank} {how}.")
     if killed:
         text = f"Rank {min(killed)} did not answer: the others waited for it in an exchange, and it was ended."
-        return End(exit_code=1, text=text)
-    return ends[0] if ends else End(exit_code=0)
+        return RankEnd(exit_code=1, text=text)
+    return ends[0] if ends else RankEnd(exit_code=0)
 
 
 def _main(main: Callable[..., None], environment: Mapping[str, str], *arguments: Any) -> None:

@@ -19,19 +19,19 @@ from rlbuffer.process import logs
 from rlbuffer.process.environment import name_process, threads_of_one
 from rlbuffer.process.signals import StopRequest
 from rlbuffer.process.watchdog import HELD_SECONDS, ended_when_stuck
-from rlbuffer.trainer.launch.processes import INTERRUPTED, End
+from rlbuffer.trainer.launch.processes import INTERRUPTED, RankEnd
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.ranks.stalls import is_lost_peer
 
 
-def end_by(error: Exception) -> End:
+def end_by(error: Exception) -> RankEnd:
     """The end of this rank by an error."""
     if isinstance(error, RlbufferError):
         text, is_lost = f"Error: {text_of(error)}", isinstance(error, RankFailed)
-        return End(exit_code=error.exit_code, text=text, is_final=not is_lost, is_consequence=is_lost)
+        return RankEnd(exit_code=error.exit_code, text=text, is_final=not is_lost, is_consequence=is_lost)
     trace = "".join(traceback.format_exception(error)).rstrip()
     text = f"Rank {os.environ.get('RANK', '0')} failed:\n{trace}"
-    return End(exit_code=1, text=text, is_consequence=is_lost_peer(error))
+    return RankEnd(exit_code=1, text=text, is_consequence=is_lost_peer(error))
 
 
 def rank_main(settings_json: str, display: str, fake_data: bool, debug_samples: int) -> None:

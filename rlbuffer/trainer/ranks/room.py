@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from rlbuffer.errors import RlbufferError
-from rlbuffer.process.logs import Lasting, fields
+from rlbuffer.process.logs import RateLimited, fields
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.room import lack_of_room, state_of
 from rlbuffer.process.signals import StopRequest
@@ -45,7 +45,7 @@ class NoRoom:
 
     def __init__(self, folder: Path, reader: SaysWhy | None = None) -> None:
         self._folder, self._reader = folder, reader
-        self._lasting = Lasting()
+        self._lasting = RateLimited()
         self.waiting: Waiting | None = None
         """What was said last; None before, and where there was room again."""
 

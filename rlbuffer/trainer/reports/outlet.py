@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 
-from rlbuffer.process.logs import Lasting, fields
+from rlbuffer.process.logs import RateLimited, fields
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import plural
 from rlbuffer.trainer.reports.sinks import Write
@@ -59,7 +59,7 @@ class Outlet:
         """People know that it takes nothing."""
         self._is_closing = False
         self._pause = FIRST_PAUSE_SECONDS
-        self._lasting = Lasting()
+        self._lasting = RateLimited()
         self._thread = threading.Thread(target=self._run, name=f"report {name}", daemon=True)
         self._thread.start()
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable
-from rlbuffer.process.logs import Lasting, fields
+from rlbuffer.process.logs import RateLimited, fields
 from rlbuffer.process.room import lack_of_room
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_digest import digest_step
@@ -55,7 +55,7 @@ class Reports:
             self._outlets = [Outlet(name, opened) for name, opened in sinks.items()]
         self._unsent: deque[dict[str, Any]] = deque(maxlen=UNSENT_RECORDS)
         self._decode: Callable[[Sequence[int]], str] | None = None
-        self._lasting = Lasting()
+        self._lasting = RateLimited()
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._parameters = sum(p.numel() for p in session.policy.parameters())
         self._utilization = Utilization(

@@ -10,7 +10,7 @@ from wrong_configs import lay_out, written
 
 from rlbuffer.checks.check import Context
 from rlbuffer.checks.host import functions
-from rlbuffer.checks.imports import Asked, wrong
+from rlbuffer.checks.imports import NamedFunction, wrong
 from rlbuffer.config import loading
 
 IDS = "vocab_size = 13, eos_token_ids = [12]"
@@ -84,7 +84,11 @@ def test_a_sampler_is_asked_for_all_that_its_worker_needs_of_it() -> None:
 
 def test_a_module_that_ends_its_process_or_writes_on_stdout_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     Path("talking.py").write_text("import os\nos.write(1, b'[[1, 2]]\\n')\nprint('[]')\ndef make(): ...\n")
-    asked = [Asked("a", "talking:make", "group"), Asked("b", "leaving:make", ""), Asked("c", "own:make", "")]
+    asked = [
+        NamedFunction("a", "talking:make", "group"),
+        NamedFunction("b", "leaving:make", ""),
+        NamedFunction("c", "own:make", ""),
+    ]
     found = wrong(asked[1:], [str(Path.cwd())])
     assert [one.setting for one in found] == ["b"]
     assert all(word in found[0].text for word in ("leaving:make", "exit code 7"))
@@ -99,7 +103,7 @@ def test_modules_that_fail_or_hold_the_child_are_named_with_their_lines_and_the_
     monkeypatch.setattr("rlbuffer.checks.imports.IMPORT_SECONDS", 1.0)
     monkeypatch.setattr("rlbuffer.checks.imports.MORE_SECONDS", 30.0)
     paths = ["endless:make", "broken:make", "own:make"]
-    found = wrong([Asked(path, path) for path in paths], [str(Path.cwd())])
+    found = wrong([NamedFunction(path, path) for path in paths], [str(Path.cwd())])
     assert [one.setting for one in found] == paths[:-1]
     for one, place in zip(found, ("endless.py:", "broken.py:1)"), strict=True):
         assert place in one.text

@@ -69,7 +69,7 @@ def steps(settings: RunSettings, *numbers: int) -> None:
 def test_what_is_said_stands_in_the_log_and_stays_when_the_screen_is_gone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    watch = live.Watch(RunSettings(home=tmp_path), opening="the opening", asks=False)
+    watch = live.LiveRun(RunSettings(home=tmp_path), opening="the opening", asks=False)
     with terminal(monkeypatch) as device:
         with live.shown(watch):
             watch.say("said\x1b[2J\nbehind it")
@@ -95,7 +95,7 @@ def test_a_terminal_that_is_halted_holds_up_nothing_that_is_followed(
             is_there.set()
 
     with terminal(monkeypatch) as device:
-        watch = live.Watch(settings, asks=False, on_step=on_step)
+        watch = live.LiveRun(settings, asks=False, on_step=on_step)
         talker = threading.Thread(target=sys.stdout.write, args=("x" * 1_000_000,))  # more than a terminal takes
         with live.shown(watch), watch:
             talker.start()
@@ -115,7 +115,7 @@ def test_a_terminal_that_is_halted_holds_up_nothing_that_is_followed(
 def test_made_up_steps_wait_for_no_batcher_and_those_of_before_are_left_out(tmp_path: Path) -> None:
     settings = RunSettings(home=tmp_path)
     steps(settings, 1)
-    with live.Watch(settings, opening="the steps are made up", asks=False, from_end=True) as watch:
+    with live.LiveRun(settings, opening="the steps are made up", asks=False, from_end=True) as watch:
         assert lines_of(watch) == ["the steps are made up"]
         steps(settings, 2)
     assert [record.step for record in watch.records] == [2]

@@ -14,12 +14,12 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.reader import Reader
-from rlbuffer.daemon.teller import Teller
+from rlbuffer.daemon.reporter import Reporter
 from rlbuffer.packing import further_columns
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.records.waiting import Problem, Trouble
-from rlbuffer.store.records import Look
+from rlbuffer.store.records import LeaderRead
 from rlbuffer.store.viewer import Viewer
 from rlbuffer_cli.commands.alive import heard
 
@@ -29,9 +29,9 @@ CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
 
 
 def test_what_somebody_must_cure_is_told_once_a_minute(run: Run) -> None:
-    logged, teller = Logged("rlbuffer.daemon"), Teller(run.store)
+    logged, reporter = Logged("rlbuffer.daemon"), Reporter(run.store)
     for count, env in enumerate(("a", "a", "b", "a"), start=1):
-        teller.say(None, dict, others=[Problem(kind=Trouble.ENV_FAILS, env=env, count=count)])
+        reporter.say(None, dict, others=[Problem(kind=Trouble.ENV_FAILS, env=env, count=count)])
     logged.close()
     assert [line.env for line in logged.told("trouble")] == ["a", "b"]
 
@@ -67,7 +67,7 @@ def test_a_server_that_was_away_while_an_operator_asked_is_a_loss_all_the_same(
     served.wait_for(lambda: served.said("ready"))
     look, known, away = store.take_look, store.meta().asked, []
 
-    def away_once(*args: Any, **options: Any) -> Look:
+    def away_once(*args: Any, **options: Any) -> LeaderRead:
         found = look(*args, **options)
         if found.meta.asked != known and not away:
             store.connection.losses += 1

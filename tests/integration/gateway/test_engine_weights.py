@@ -17,8 +17,8 @@ from weights_places import place
 from rlbuffer.client.buffer import connect
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import ModelSettings, RunSettings
+from rlbuffer.gateway.heartbeat import GatewayHeartbeat
 from rlbuffer.gateway.loading import Loader, loads_weights
-from rlbuffer.gateway.pulse import Pulse
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Trouble
 from rlbuffer.store.gateway import GatewayStore
@@ -120,10 +120,10 @@ def test_weights_that_cannot_be_served_are_something_to_cure_at_the_gateway(
             reader.announce(made)
             store = buffer.store.role(GatewayStore)
             cache = VersionCache.of(RunSettings(run=run_name, home=tmp_path))
-            pulse = Pulse(store, "gateway")
-            pulse.loader = Loader(store, [engines[0].url], cache, timeout_seconds=20.0)
-            pulse.loader.start()
-            pulse.start()
+            heartbeat = GatewayHeartbeat(store, "gateway")
+            heartbeat.loader = Loader(store, [engines[0].url], cache, timeout_seconds=20.0)
+            heartbeat.loader.start()
+            heartbeat.start()
             try:
                 await until(lambda: store.heartbeats("gateway").get("gateway", {}).get("problems"))
                 (problem,) = read_run_state(store).problems
@@ -131,7 +131,7 @@ def test_weights_that_cannot_be_served_are_something_to_cure_at_the_gateway(
                 assert wrong in str(problem)
                 assert engines[0].loads == []
             finally:
-                await asyncio.to_thread(pulse.close)
-                await pulse.loader.close()
+                await asyncio.to_thread(heartbeat.close)
+                await heartbeat.loader.close()
 
     asyncio.run(play())

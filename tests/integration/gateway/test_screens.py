@@ -25,7 +25,7 @@ import rlbuffer
 from rlbuffer.client.agent_calls import calls_in
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.texts import Texts
-from rlbuffer.gateway import pulse
+from rlbuffer.gateway import heartbeat
 from rlbuffer.records.waiting import Cause
 from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.prometheus import RunCollector
@@ -56,9 +56,9 @@ COUNTED = {
 @pytest.fixture
 def stage(redis_url: str, run_name: str) -> Iterator[Stage]:
     made = Stage(redis_url, run_name)
-    made.first.gateway.pulse.start()
+    made.first.gateway.heartbeat.start()
     yield made
-    made.first.gateway.pulse.close()
+    made.first.gateway.heartbeat.close()
     made.close()
 
 
@@ -165,7 +165,7 @@ def test_a_run_that_only_agents_feed_misses_no_worker(stage: Stage) -> None:
 def test_what_a_gateway_waits_for_and_what_is_to_be_cured_there_is_on_every_screen(
     stage: Stage, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulse, "TROUBLE_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "TROUBLE_SECONDS", 0.5)
     agent = stage.agent()
     stage.engine.status = 500
     asking = threading.Thread(target=agent.ask, args=(f"say {TEXT}",))

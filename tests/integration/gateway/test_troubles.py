@@ -12,7 +12,7 @@ from gateway_stage import Stage
 
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.errors import ServerFull
-from rlbuffer.gateway import pulse
+from rlbuffer.gateway import heartbeat
 from rlbuffer.gateway.engines import fleet
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import run_problems
@@ -22,12 +22,12 @@ from rlbuffer.store.operator import OperatorStore
 
 @pytest.fixture
 def stage(redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    monkeypatch.setattr(pulse, "TROUBLE_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "TROUBLE_SECONDS", 0.5)
     monkeypatch.setattr(fleet, "WATCH_SECONDS", 0.5)
     made = Stage(redis_url, run_name)
-    made.first.gateway.pulse.start()
+    made.first.gateway.heartbeat.start()
     yield made
-    made.first.gateway.pulse.close()
+    made.first.gateway.heartbeat.close()
     made.close()
 
 

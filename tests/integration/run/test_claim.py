@@ -13,7 +13,7 @@ import rlbuffer
 from rlbuffer.errors import ConfigError
 from rlbuffer.process.identity import visible_from
 from rlbuffer.run import claim
-from rlbuffer.run.claim import Claim
+from rlbuffer.run.claim import SupervisorHeartbeat
 from rlbuffer.store.member import Member
 
 
@@ -39,7 +39,7 @@ def test_a_second_supervisor_does_not_begin_and_names_the_first(store: Member, s
     first.start()
     try:
         with pytest.raises(ConfigError, match=f"pid {OTHER['pid']} on a.example"):
-            Claim(store, "twice").refuse_second(threading.Event())
+            SupervisorHeartbeat(store, "twice").refuse_second(threading.Event())
     finally:
         over.set()
         first.join()
@@ -58,16 +58,16 @@ def test_a_supervisor_begins_where_the_one_before_is_gone(
 ) -> None:
     monkeypatch.setattr(claim, "FRESH_SECONDS", 0.5)
     store.heartbeat("batcher", "run", beat)
-    Claim(store, "once").refuse_second(threading.Event())
+    SupervisorHeartbeat(store, "once").refuse_second(threading.Event())
 
 
 def test_of_two_supervisors_that_begin_at_once_the_later_one_ends(
     store: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlbuffer.process.heartbeat.BEAT_SECONDS", 0.02)
-    first = Claim(store, "twice")
+    first = SupervisorHeartbeat(store, "twice")
     time.sleep(0.01)
-    second = Claim(store, "twice")
+    second = SupervisorHeartbeat(store, "twice")
     first.start()
     second.start()
     try:

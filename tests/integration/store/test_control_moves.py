@@ -14,8 +14,8 @@ from rlbuffer.errors import RlbufferError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.states import ReportStatus
 from rlbuffer.store.claim import ATTEMPT_SECONDS
-from rlbuffer.store.hand import Hand
 from rlbuffer.store.records import Claim, TrainedStep
+from rlbuffer.store.step_in_hand import StepInHand
 
 pytest_plugins = ("store_fixtures",)
 
@@ -89,23 +89,23 @@ def test_a_run_that_is_taken_back_below_its_retired_steps_forgets_the_digest_of_
 
 def test_a_trainer_that_begins_has_nothing_in_hand(trained: Run) -> None:
     number, epoch = trained.store.trainer().number, trained.meta.epoch
-    hand = Hand(4, "f" * 64)
+    hand = StepInHand(4, "f" * 64)
     trained.store.report(number, epoch=epoch, trained=2, digest="", oldest_kept=0, hand=hand)
     assert trained.store.trainer().hand == hand
     trained.store.attempt(uuid="another", world_size=2, resume_step=2)
-    assert trained.store.trainer().hand == Hand()
+    assert trained.store.trainer().hand == StepInHand()
 
 
 @pytest.mark.parametrize("takes", [False, True])
 def test_a_trainer_that_hands_steps_back_has_in_hand_what_its_loop_was_given_and_nothing_that_it_is_yet_to_be(
     trained: Run, takes: bool
 ) -> None:
-    number, epoch, hand = trained.store.trainer().number, trained.meta.epoch, Hand(6, "f" * 64)
+    number, epoch, hand = trained.store.trainer().number, trained.meta.epoch, StepInHand(6, "f" * 64)
     claim = Claim(step=5, epoch=epoch, digest="d" * 64, steps=())
     trained.store.report(
         number, epoch=epoch, trained=5, digest=claim.digest, oldest_kept=0, claim=claim, hand=hand, takes=takes
     )
-    assert trained.store.trainer().hand == (Hand() if takes else hand)
+    assert trained.store.trainer().hand == (StepInHand() if takes else hand)
 
 
 @pytest.mark.parametrize("how", ["void_from", "rewind"])
@@ -113,11 +113,11 @@ def test_a_run_that_is_taken_back_has_no_step_in_hand(trained: Run, how: str) ->
     """The word of an attempt that is over: a rank of the next one must not take it for that of its rank 0."""
     header = trained.store.wait_step(3, block_seconds=0)
     assert header is not None
-    number, epoch, hand = trained.store.trainer().number, trained.meta.epoch, Hand(3, header.digest)
+    number, epoch, hand = trained.store.trainer().number, trained.meta.epoch, StepInHand(3, header.digest)
     trained.store.report(number, epoch=epoch, trained=2, digest="", oldest_kept=0, hand=hand)
     assert trained.store.rank_0().hand == hand
     getattr(trained.store, how)(2, force=True)
-    assert trained.store.rank_0().hand == Hand()
+    assert trained.store.rank_0().hand == StepInHand()
 
 
 @pytest.mark.parametrize("digest", ["right", "of another step", "of nothing"])
@@ -128,17 +128,17 @@ def test_a_loop_is_given_the_step_that_is_here_and_no_other_of_its_number(traine
     given = {"right": third.digest, "of another step": second.digest, "of nothing": "f" * 64}[digest]
     number, epoch, is_right = trained.store.trainer().number, trained.meta.epoch, digest == "right"
     status = trained.store.report(
-        number, epoch=epoch, trained=2, digest="", oldest_kept=0, hand=Hand(3, given), takes=True
+        number, epoch=epoch, trained=2, digest="", oldest_kept=0, hand=StepInHand(3, given), takes=True
     )
     assert status is (ReportStatus.OK if is_right else ReportStatus.LOST)
-    assert trained.store.rank_0().hand == (Hand(3, given) if is_right else Hand())
+    assert trained.store.rank_0().hand == (StepInHand(3, given) if is_right else StepInHand())
 
 
 def test_a_loop_is_not_given_a_step_that_is_not_here(trained: Run) -> None:
     number, epoch = trained.store.trainer().number, trained.meta.epoch
-    hand = Hand(4, "f" * 64)
+    hand = StepInHand(4, "f" * 64)
     status = trained.store.report(number, epoch=epoch, trained=2, digest="", oldest_kept=0, hand=hand, takes=True)
-    assert (status, trained.store.rank_0().hand) == (ReportStatus.LOST, Hand())
+    assert (status, trained.store.rank_0().hand) == (ReportStatus.LOST, StepInHand())
 
 
 def test_what_is_taken_back_is_swept_with_the_steps_that_are_retired_already(trained: Run) -> None:

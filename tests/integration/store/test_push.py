@@ -10,7 +10,7 @@ from store_runs import Run
 
 from rlbuffer.client.writer import Writer
 from rlbuffer.errors import ConfigError, ServerRefused
-from rlbuffer.store.producer import Source, _Push
+from rlbuffer.store.producer import PushOrigin, _Push
 from rlbuffer.store.records import PartRollout
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
@@ -74,7 +74,7 @@ def test_push_is_a_duplicate_however_long_its_producer_was_silent(run):
 
 def _phase_1(run: Run, sequence: int, group_id: str) -> None:
     """The first half of a push that comes when the second half was carried out long ago."""
-    source = Source(run.store.keys, "w", "u", run.meta.epoch, is_spread=run.is_cluster)
+    source = PushOrigin(run.store.keys, "w", "u", run.meta.epoch, is_spread=run.is_cluster)
     run.store._store_payloads([_Push(source, sequence, make_group(env="a", size=2, group_id=group_id))])
 
 
@@ -189,7 +189,7 @@ def test_a_worker_name_that_cannot_stand_in_a_key_is_refused(run, name):
 @pytest.mark.parametrize("suffix", ["first second.1", "u:1.1", "", "u.1 8 9", "u.x"])
 def test_an_entry_whose_payload_no_writer_can_have_stored_is_invalid(run, suffix):
     """A push by hand: COMMIT would keep it for another use as a record that a space divides."""
-    keys, source = run.store.keys, Source(run.store.keys, "w", "u", run.meta.epoch, is_spread=run.is_cluster)
+    keys, source = run.store.keys, PushOrigin(run.store.keys, "w", "u", run.meta.epoch, is_spread=run.is_cluster)
     push = _Push(source, 1, make_group(env="a", size=2, group_id="a.0"))
     push.key, push.name = keys.unnamed_payload("a.0", suffix), keys.payload("a.0", suffix)
     push.args[2] = push.args[2] and push.key

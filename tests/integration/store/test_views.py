@@ -6,7 +6,7 @@ import pytest
 
 from rlbuffer.errors import EnvDone, RlbufferError
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.store.records import Asked
+from rlbuffer.store.records import WorkerAnswers
 
 pytest_plugins = ("store_fixtures",)
 
@@ -39,12 +39,12 @@ def test_one_ask_takes_tickets_is_heard_and_sees_the_newest_version_and_a_drain(
     run.store.heartbeat("worker", "w0", {"version": 2})
     run.lead()
     run.store.set_allowances({"a": 3})
-    assert ask(run) == Asked(numbers=(0, 1), policy=PolicyVersion(version=-1), is_draining=False, is_heard=True)
+    assert ask(run) == WorkerAnswers(numbers=(0, 1), policy=PolicyVersion(version=-1), is_draining=False, is_heard=True)
     announced = PolicyVersion(version=3, location="/3", size=1)
     number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
     run.store.announce(number, announced)
     run.store.ask_drain()
-    assert ask(run) == Asked(numbers=(), policy=announced, is_draining=True, is_heard=True)
+    assert ask(run) == WorkerAnswers(numbers=(), policy=announced, is_draining=True, is_heard=True)
     assert run.store.heartbeats("worker")["w0"]["version"] == 3
     run.store.close_tickets("a", [0, 1])
     with pytest.raises(EnvDone):
@@ -55,7 +55,9 @@ def test_a_heartbeat_that_fails_leaves_the_rest_of_an_ask_as_it_is(run):
     run.lead()
     run.store.set_allowances({"a": 2})
     run.client.set(run.store.keys.heartbeats("worker"), "no hash")
-    assert ask(run) == Asked(numbers=(0, 1), policy=PolicyVersion(version=-1), is_draining=False, is_heard=False)
+    assert ask(run) == WorkerAnswers(
+        numbers=(0, 1), policy=PolicyVersion(version=-1), is_draining=False, is_heard=False
+    )
 
 
 def test_a_server_that_has_forgotten_its_scripts_gives_tickets_in_the_same_ask(run):

@@ -14,7 +14,7 @@ import pytest
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.trainer.launch import processes
-from rlbuffer.trainer.launch.processes import INTERRUPTED, LEAVE_SECONDS, End, leave_seconds, run_ranks
+from rlbuffer.trainer.launch.processes import INTERRUPTED, LEAVE_SECONDS, RankEnd, leave_seconds, run_ranks
 
 
 def busy_rank(folder: str, seconds: float) -> None:
@@ -46,13 +46,13 @@ def refused_rank(folder: str, seconds: float) -> None:
     Path(folder, f"works-{os.environ['RANK']}").touch()
     asked.wait()
     lost = os.environ["RANK"] == "0"
-    End(exit_code=1, text="a peer is lost" if lost else "no space left", is_consequence=lost).leave()
+    RankEnd(exit_code=1, text="a peer is lost" if lost else "no space left", is_consequence=lost).leave()
     raise SystemExit(1)
 
 
-def asked_to_leave(main: Any, folder: Path, seconds: float, leave: float, world_size: int = 1) -> tuple[End, float]:
+def asked_to_leave(main: Any, folder: Path, seconds: float, leave: float, world_size: int = 1) -> tuple[RankEnd, float]:
     stop, context = threading.Event(), get_context("forkserver")
-    ends: list[End] = []
+    ends: list[RankEnd] = []
     began = 0.0
 
     def run() -> None:
@@ -91,7 +91,7 @@ def test_a_rank_that_can_leave_no_word_says_it_itself(
     """What /tmp holds is swept after some days, and it may be full: a rank that fails there must end all the same."""
     monkeypatch.setenv("RANK_ENDS_FOLDER", str(tmp_path / "swept"))
     monkeypatch.setenv("RANK", "0")
-    End(exit_code=1, text="Rank 0 failed").leave()
+    RankEnd(exit_code=1, text="Rank 0 failed").leave()
     assert capsys.readouterr().err == "Rank 0 failed\n"
 
 

@@ -33,11 +33,11 @@ from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.testing import make_group
 from rlbuffer.weights.files import publish
-from rlbuffer.worker import faults, flights, loop
+from rlbuffer.worker import faults, groups_in_flight, loop
 from rlbuffer.worker.envs import Score
 from rlbuffer.worker.envs.digits import VCopy
 from rlbuffer.worker.faults import error_of_status
-from rlbuffer.worker.flights import LAST_FAILURE, Flights
+from rlbuffer.worker.groups_in_flight import LAST_FAILURE, GroupsInFlight
 from rlbuffer.worker.samplers import SamplerTraits
 from rlbuffer.worker.samplers.transformers import Batched
 
@@ -403,18 +403,18 @@ def test_an_env_that_the_model_cannot_answer_ends_the_worker(stage: Stage) -> No
 
 
 def test_groups_that_are_ready_together_go_in_one_call_and_a_bad_one_costs_itself_alone(stage: Stage) -> None:
-    flights = Flights.__new__(Flights)
+    in_flight = GroupsInFlight.__new__(GroupsInFlight)
     noted: list[str] = []
-    flights.refusal = ""
-    flights._writer = stage.buffer.writer("w-0")
-    flights._difficulty = SimpleNamespace(note=lambda group: noted.append(group.group_id))  # type: ignore[assignment]
+    in_flight.refusal = ""
+    in_flight._writer = stage.buffer.writer("w-0")
+    in_flight._difficulty = SimpleNamespace(note=lambda group: noted.append(group.group_id))  # type: ignore[assignment]
     large = {"large": b"x" * (5 << 20)}
     groups = [make_group(seed=n, env="counting", metadata=large if n == 2 else {}) for n in range(1, 5)]
-    flights._ready = deque((group, Future()) for group in groups)
-    waited = [stored for _, stored in flights._ready]
+    in_flight._ready = deque((group, Future()) for group in groups)
+    waited = [stored for _, stored in in_flight._ready]
     assert waited[3].cancel()
-    flights._store_ready()
-    flights._store_ready()  # the others' turn: nothing is left
+    in_flight._store_ready()
+    in_flight._store_ready()  # the others' turn: nothing is left
     assert [type(stored.exception()) for stored in waited[:3]] == [type(None), InvalidRollout, type(None)]
     assert noted == stage.groups() == ["counting.1", "counting.3"]
 
@@ -432,7 +432,7 @@ def test_a_prompt_that_is_turned_away_while_others_are_served_fails_as_its_own_g
 
     stage.sampler.vocab_size = 1000  # as many prompts
     monkeypatch.setattr(Batched, "sample", refusing)
-    monkeypatch.setattr(flights, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(groups_in_flight, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(faults, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(faults, "LONGEST_PAUSE_SECONDS", 0.02)
     stage.allow(200)
@@ -453,7 +453,7 @@ def test_a_prompt_that_a_server_aborts_for_ever_is_left_out_while_others_are_ser
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     """ "short": it says null, and the completion is not whole."""
-    for module in (flights, faults):
+    for module in (groups_in_flight, faults):
         monkeypatch.setattr(module, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(faults, "LONGEST_PAUSE_SECONDS", 0.02)
     state = {"number": torch.zeros(2)}

@@ -46,9 +46,9 @@ from rlbuffer.store.worker import WorkerStore
 from rlbuffer.worker.difficulty import Difficulty
 from rlbuffer.worker.envs import Env, Prompt, Skip
 from rlbuffer.worker.failures import place_of, traceback_of
-from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, Patience, fault_of
+from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Backoff, Fault, fault_of
 from rlbuffer.worker.group_maker import GroupMaker, in_words, rollout_limit
-from rlbuffer.worker.heartbeat import Pulse
+from rlbuffer.worker.heartbeat import WorkerHeartbeat
 from rlbuffer.worker.versions import Versions
 
 if TYPE_CHECKING:
@@ -68,13 +68,13 @@ LAST_FAILURE = 3
 _log = logging.getLogger(__name__)
 
 
-class Flights:
+class GroupsInFlight:
     """The groups that one worker makes at once, each in a task of its own.
 
     Args:
         buffer, env, settings: the worker's.
         maker: makes a group of a ticket and its prompt.
-        pulse: renews the tickets, and takes what happens.
+        heartbeat: renews the tickets, and takes what happens.
         versions: what is sampled with.
         stop: set: nothing that waits is waited for any more.
     """
@@ -85,13 +85,13 @@ class Flights:
         env: Env,
         settings: WorkerSettings,
         maker: GroupMaker,
-        pulse: Pulse,
+        heartbeat: WorkerHeartbeat,
         versions: Versions,
         *,
         stop: threading.Event,
     ) -> None:
         self._env, self._settings, self._stop = env, settings, stop
-        self._maker, self._pulse, self._versions = maker, pulse, versions
+        self._maker, self._heartbeat, self._versions = maker, heartbeat, versions
         self.tickets: int | None = getattr(env, "tickets", None)
         """Tickets of an env with an end."""
         self.refusal: Waiting | None = None
@@ -108,7 +108,7 @@ class Flights:
         self._refusals: dict[int, tuple[int, int]] = {}
         """Ticket number -> times that the sampler turned it away, counted where groups were made in between, and the
         groups that were made by then."""
-        self._patience = Patience()
+        self._backoff = Backoff()
         self._ready: deque[tuple[Group, Future[None]]] = deque()
         """Groups that wait to be pushed: all of them go in one call."""
         # One thread for all pushes: a writer has one call in flight at a time, and this keeps them in order.
@@ -122,7 +122,7 @@ class Flights:
     def begin(self, writer: Writer) -> None:
         """Pushes groups through this writer from now on: another epoch, or the same one again."""
         self._writer = writer
-        self._pulse.hold(writer)
+        self._heartbeat.hold(writer)
 
     def forget(self) -> None:
         """Ticket numbers mean something else from now on."""
@@ -141,7 +141,7 @@ class Flights:
         if skipped:
             await self._skip(skipped)
         if not self._skips:
-            self._pulse.works()
+            self._heartbeat.works()
         # Made together, so that a batch sampler is asked for all of them at once.
         self._tasks |= {asyncio.create_task(self._fly(t, p)) for t, p in prompts.items() if t not in skipped}
 
@@ -169,7 +169,7 @@ class Flights:
         for task in (*flights, watch):
             task.cancel()
         outcomes = await asyncio.gather(*flights, watch, *self._pushes, return_exceptions=True)
-        tickets = self._pulse.let_go()
+        tickets = self._heartbeat.let_go()
         if tickets and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
             with suppress(ServerRefused, Stopped):  # not given back, they expire
                 await asyncio.to_thread(self._settled, self._writer.release, tickets)
@@ -177,13 +177,13 @@ class Flights:
     def held_up(self, error: RlbufferError) -> None:
         """The writer waits for the server. Raises Stopped when there is no time for that."""
         self.refusal = Waiting(kind=Wait.SERVER, detail=str(error))
-        self._pulse.waits(self.refusal)
+        self._heartbeat.waits(self.refusal)
         if self._stop.is_set():
             raise Stopped
 
     async def release(self, tickets: list[Ticket]) -> None:
         """Gives tickets back."""
-        self._pulse.remove(tickets)
+        self._heartbeat.remove(tickets)
         with suppress(ServerRefused):  # not given back, they expire
             await asyncio.to_thread(self._settled, self._writer.release, tickets)
 
@@ -212,15 +212,15 @@ class Flights:
     async def _skip(self, skipped: Mapping[Ticket, Skip | PromptTooLong]) -> None:
         """Closes tickets for which nothing is sampled."""
         tickets = list(skipped)
-        self._pulse.remove(tickets)
-        self._pulse.skipped += len(tickets)
+        self._heartbeat.remove(tickets)
+        self._heartbeat.skipped += len(tickets)
         for error in skipped.values():
             if isinstance(error, PromptTooLong):
-                self._pulse.failure(type(error).__name__, f"{clause(error)}; such prompts are skipped and counted")
+                self._heartbeat.failure(type(error).__name__, f"{clause(error)}; such prompts are skipped and counted")
         await asyncio.to_thread(self._settled, self._writer.skip, tickets)
         if self._skips:
             why = str(skipped[tickets[-1]])
-            self._pulse.waits(Waiting(kind=Wait.PROMPT, env=self._env.name, groups=self._skips, detail=why))
+            self._heartbeat.waits(Waiting(kind=Wait.PROMPT, env=self._env.name, groups=self._skips, detail=why))
         if self._skips >= SKIPS_AT_ONCE:
             await asyncio.sleep(WORKER_POLL_SECONDS)
 
@@ -242,7 +242,7 @@ class Flights:
             push.add_done_callback(self._pushes.discard)
             await asyncio.shield(push)
         except (InvalidRollout, PushFailed) as error:
-            if isinstance(error.__cause__, ServerUnsuitable) and not self._pulse.groups:
+            if isinstance(error.__cause__, ServerUnsuitable) and not self._heartbeat.groups:
                 raise error.__cause__ from None  # this user may push nothing: no group is the reason
             await self._give_up(ticket, prompt, in_words(error), error.__cause__ or error, function)
 
@@ -259,10 +259,10 @@ class Flights:
                 function = ""
             await self._give_up(ticket, prompt, reason, cause, function)
         elif not self._stop.is_set():  # else it goes back together with all that this worker still holds
-            seconds = self._patience.pause(error)
-            self._pulse.failures.note(type(error).__name__, f"{clause(error)}; it was waited for")
+            seconds = self._backoff.pause(error)
+            self._heartbeat.failures.note(type(error).__name__, f"{clause(error)}; it was waited for")
             passes = not isinstance(error, SamplerBusy | Aborted)  # those come again and again while others are served
-            self._pulse.trouble(
+            self._heartbeat.trouble(
                 f"{clause(error)}; asked again in {seconds:g} s", kind=type(error).__name__, passes=passes
             )
             await asyncio.sleep(seconds)
@@ -274,7 +274,10 @@ class Flights:
         if not isinstance(error, SamplerUnavailable | Aborted) or self._stop.is_set():
             return False
         times, groups = self._refusals.get(ticket.number, (0, -1))
-        self._refusals[ticket.number] = times, groups = times + (self._pulse.groups > groups), self._pulse.groups
+        self._refusals[ticket.number] = times, groups = (
+            times + (self._heartbeat.groups > groups),
+            self._heartbeat.groups,
+        )
         if times < LAST_FAILURE:
             return False
         del self._refusals[ticket.number]
@@ -285,13 +288,13 @@ class Flights:
         self._ready.append((group, stored))
         self._pusher.submit(self._store_ready)
         await asyncio.wrap_future(stored)
-        self._pulse.remove([ticket])
+        self._heartbeat.remove([ticket])
         self._failures.pop(ticket.number, None)
         self._refusals.pop(ticket.number, None)
-        self._patience.works()
-        self._pulse.pushed(group, time.monotonic() - start)
+        self._backoff.works()
+        self._heartbeat.pushed(group, time.monotonic() - start)
         if self._versions.is_current:
-            self._pulse.error = ""
+            self._heartbeat.error = ""
 
     def _store_ready(self) -> None:
         """Pushes all groups that are ready."""
@@ -335,7 +338,7 @@ class Flights:
                 continue
             if self.refusal:
                 self.refusal = None
-                self._pulse.works()
+                self._heartbeat.works()
             return
 
     async def _give_up(
@@ -347,7 +350,7 @@ class Flights:
             ConfigError: so many in a row cannot be made, and none could.
         """
         _log.debug("group %s abandoned", ticket.group_id, exc_info=error)
-        self._pulse.failed_groups += 1
+        self._heartbeat.failed_groups += 1
         self._failures[ticket.number] += 1
         place, kind = place_of(error, self._env, function), type(error).__name__
         whose = f"prompt {prompt.name}: " if isinstance(prompt, Prompt) else ""
@@ -356,16 +359,16 @@ class Flights:
         is_last = self._failures[ticket.number] >= LAST_FAILURE
         if is_last:
             sentence += f" ({plural(self._failures.pop(ticket.number), 'time')}; its prompt is left out)"
-        self._pulse.failure(kind, what, sentence, traceback_of(error))
-        if not self._pulse.groups and self._pulse.failed_groups >= MOST_FAILURES:
-            raise self._pulse.failures.all_of(self._env.name)
+        self._heartbeat.failure(kind, what, sentence, traceback_of(error))
+        if not self._heartbeat.groups and self._heartbeat.failed_groups >= MOST_FAILURES:
+            raise self._heartbeat.failures.all_of(self._env.name)
         if is_last:  # one prompt that can never be sampled must not keep the run from its end
-            self._pulse.remove([ticket])
+            self._heartbeat.remove([ticket])
             await asyncio.to_thread(self._settled, self._writer.skip, [ticket])
         else:  # given back at once, it would be the next one taken, again and again
             await asyncio.sleep(FIRST_PAUSE_SECONDS)
             await self.release([ticket])
 
     def _settled(self, give_back: Callable[[list[Ticket]], None], tickets: list[Ticket]) -> None:
-        self._pulse.settle()
+        self._heartbeat.settle()
         give_back(tickets)

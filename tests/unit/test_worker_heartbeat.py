@@ -1,4 +1,4 @@
-"""A worker's pulse: beats, renewals, and a goodbye that does not wait for a server that is away."""
+"""A worker's heartbeat: beats, renewals, and a goodbye that does not wait for a server that is away."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from rlbuffer.errors import ServerUnreachable
-from rlbuffer.process import heartbeat
 from rlbuffer.records.group import Ticket
-from rlbuffer.worker.heartbeat import Pulse
+from rlbuffer.worker.heartbeat import WorkerHeartbeat
 
 TICKET = Ticket(env="a", number=3, group_id="a.3")
 
@@ -43,13 +42,13 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("rlbuffer.process.heartbeat.BEAT_SECONDS", 0.01)
     return Server()
 
 
 @pytest.fixture
-def pulse(server: Server) -> Iterator[Pulse]:
-    made = Pulse(server, "w0", "a")
+def heartbeat(server: Server) -> Iterator[WorkerHeartbeat]:
+    made = WorkerHeartbeat(server, "w0", "a")
     made.start()
     yield made
     made.close()
@@ -62,33 +61,35 @@ def eventually(fact: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
-def test_the_last_heartbeat_says_how_it_ended(server: Server, pulse: Pulse) -> None:
+def test_the_last_heartbeat_says_how_it_ended(server: Server, heartbeat: WorkerHeartbeat) -> None:
     eventually(lambda: server.heard)
-    pulse.close()
+    heartbeat.close()
     before = len(server.heard)
-    pulse.groups = 7
-    pulse.close()
+    heartbeat.groups = 7
+    heartbeat.close()
     assert [record["groups"] for record in server.heard[before:]] == [7]
     assert {(record["kind"], record["name"], record["env"]) for record in server.heard} == {("worker", "w0", "a")}
 
 
-def test_leaving_does_not_ask_a_server_that_was_away_at_the_last_beat(server: Server, pulse: Pulse) -> None:
+def test_leaving_does_not_ask_a_server_that_was_away_at_the_last_beat(
+    server: Server, heartbeat: WorkerHeartbeat
+) -> None:
     server.is_there = False
     eventually(lambda: server.refused)
-    pulse.close()
+    heartbeat.close()
     before = server.refused
-    pulse.close()
+    heartbeat.close()
     assert server.refused == before
-    assert pulse.error == "the server is away"
+    assert heartbeat.error == "the server is away"
 
 
-def test_tickets_are_renewed_while_they_are_held_and_not_after(server: Server, pulse: Pulse) -> None:
+def test_tickets_are_renewed_while_they_are_held_and_not_after(server: Server, heartbeat: WorkerHeartbeat) -> None:
     other = Ticket(env=TICKET.env, number=99, group_id=f"{TICKET.env}.99")
-    pulse.hold(server)
-    pulse.add([TICKET, other])
-    pulse.remove([other])
+    heartbeat.hold(server)
+    heartbeat.add([TICKET, other])
+    heartbeat.remove([other])
     eventually(lambda: server.renewed)
-    assert pulse.let_go() == [TICKET]
+    assert heartbeat.let_go() == [TICKET]
     before, beats = len(server.renewed), len(server.heard)
     eventually(lambda: len(server.heard) > beats + 2)
     assert len(server.renewed) == before
@@ -97,7 +98,7 @@ def test_tickets_are_renewed_while_they_are_held_and_not_after(server: Server, p
 
 
 def test_an_event_loop_takes_and_lets_go_of_tickets_while_a_renewal_waits_for_the_server(
-    server: Server, pulse: Pulse, monkeypatch: pytest.MonkeyPatch
+    server: Server, heartbeat: WorkerHeartbeat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, is_back = threading.Event(), threading.Event()
 
@@ -106,13 +107,13 @@ def test_an_event_loop_takes_and_lets_go_of_tickets_while_a_renewal_waits_for_th
         assert is_back.wait(30)
 
     monkeypatch.setattr(server, "renew", renew)
-    pulse.hold(server)
-    pulse.add([TICKET])
+    heartbeat.hold(server)
+    heartbeat.add([TICKET])
     assert asked.wait(10)
-    pulse.remove([TICKET])
-    pulse.add([TICKET])
-    assert pulse.let_go() == [TICKET]
-    settling = threading.Thread(target=pulse.settle)
+    heartbeat.remove([TICKET])
+    heartbeat.add([TICKET])
+    assert heartbeat.let_go() == [TICKET]
+    settling = threading.Thread(target=heartbeat.settle)
     settling.start()
     assert settling.is_alive(), "a ticket is given back behind the renewal"
     is_back.set()
@@ -121,7 +122,7 @@ def test_an_event_loop_takes_and_lets_go_of_tickets_while_a_renewal_waits_for_th
 
 
 def test_a_beat_that_fails_in_any_way_is_told_and_the_next_one_tries_again(
-    server: Server, pulse: Pulse, caplog: pytest.LogCaptureFixture
+    server: Server, heartbeat: WorkerHeartbeat, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.breaks = [ZeroDivisionError("not of ours"), ZeroDivisionError("not of ours"), KeyError("nor this")]
     eventually(lambda: not server.breaks)
@@ -131,17 +132,17 @@ def test_a_beat_that_fails_in_any_way_is_told_and_the_next_one_tries_again(
 
 
 def test_a_group_that_has_failed_once_hides_no_later_trouble(server: Server) -> None:
-    pulse = Pulse(server, "w0", "a")
-    pulse.failure("KeyError", "KeyError: 'x'")
-    assert [problem["kind"] for problem in pulse.record()["problems"]] == ["env_fails"]
-    pulse.trouble("version 3: its files are gone; version 2 goes on sampling")
-    told = {problem["kind"]: problem["detail"] for problem in pulse.record()["problems"]}
+    heartbeat = WorkerHeartbeat(server, "w0", "a")
+    heartbeat.failure("KeyError", "KeyError: 'x'")
+    assert [problem["kind"] for problem in heartbeat.record()["problems"]] == ["env_fails"]
+    heartbeat.trouble("version 3: its files are gone; version 2 goes on sampling")
+    told = {problem["kind"]: problem["detail"] for problem in heartbeat.record()["problems"]}
     assert told.keys() == {"env_fails", "worker_stuck"}
     assert "version 3" in told["worker_stuck"]
 
 
 class Hours:
-    """The clock of a pulse's thread, which waits by it until `until`."""
+    """The clock of a heartbeat's thread, which waits by it until `until`."""
 
     def __init__(self, until: float) -> None:
         self.now, self.until = 0.0, until
@@ -161,51 +162,57 @@ class Hours:
     ("events", "beats"),
     [
         ({}, [0, 2, 4, 6, 8, 10, 12]),
-        ({2: lambda pulse: pulse.carried(5.0)}, [0, 8, 10, 12]),  # 2 + 5 + 1: the next request is late
-        ({2: lambda pulse: pulse.carried(5.0), 6: lambda pulse: pulse.carried(5.0)}, [0, 12]),
+        ({2: lambda heartbeat: heartbeat.carried(5.0)}, [0, 8, 10, 12]),  # 2 + 5 + 1: the next request is late
+        ({2: lambda heartbeat: heartbeat.carried(5.0), 6: lambda heartbeat: heartbeat.carried(5.0)}, [0, 12]),
         (
-            {2: lambda pulse: (pulse.to_carry(), pulse.carried(5.0)), 4: lambda pulse: trouble(pulse)},
+            {
+                2: lambda heartbeat: (heartbeat.to_carry(), heartbeat.carried(5.0)),
+                4: lambda heartbeat: trouble(heartbeat),
+            },
             [0, 4, 6, 8, 10, 12],
         ),
-        ({2: lambda pulse: (trouble(pulse), pulse.to_carry(), pulse.carried(5.0))}, [0, 8, 10, 12]),
-        ({2: lambda pulse: pulse.carried(5.0), 4: lambda pulse: pulse.add([TICKET])}, [0, 4, 6, 8, 10, 12]),
+        ({2: lambda heartbeat: (trouble(heartbeat), heartbeat.to_carry(), heartbeat.carried(5.0))}, [0, 8, 10, 12]),
+        (
+            {2: lambda heartbeat: heartbeat.carried(5.0), 4: lambda heartbeat: heartbeat.add([TICKET])},
+            [0, 4, 6, 8, 10, 12],
+        ),
     ],
     ids=["never told", "late", "told again", "a new trouble", "a trouble that was told", "a ticket"],
 )
 def test_the_thread_is_silent_while_requests_tell_of_the_worker(
-    events: Mapping[int, Callable[[Pulse], object]], beats: list[int], monkeypatch: pytest.MonkeyPatch
+    events: Mapping[int, Callable[[WorkerHeartbeat], object]], beats: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, heard = Hours(until=14), list[float]()
     monkeypatch.setattr("rlbuffer.process.heartbeat.time.monotonic", lambda: clock.now)
     server = Server()
     monkeypatch.setattr(server, "heartbeat", lambda *args: heard.append(clock.now))
-    pulse = Pulse(server, "w0", "a")
-    clock.at = {at: lambda event=event: event(pulse) for at, event in events.items()}  # type: ignore[misc]
-    pulse._closed = clock  # type: ignore[assignment]
-    pulse._run()
+    heartbeat = WorkerHeartbeat(server, "w0", "a")
+    clock.at = {at: lambda event=event: event(heartbeat) for at, event in events.items()}  # type: ignore[misc]
+    heartbeat._closed = clock  # type: ignore[assignment]
+    heartbeat._run()
     assert heard == beats
 
 
-def trouble(pulse: Pulse) -> None:
-    pulse.error = "something is wrong"
+def trouble(heartbeat: WorkerHeartbeat) -> None:
+    heartbeat.error = "something is wrong"
 
 
 def test_a_record_that_cannot_be_made_goes_with_no_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> str:
         raise FileNotFoundError("the working directory is gone")
 
-    pulse = Pulse(server, "w0", "a")
-    assert pulse.to_carry() == pulse.record()
-    monkeypatch.setattr(pulse._calls, "sentence", lost)
-    assert pulse.to_carry() is None
+    heartbeat = WorkerHeartbeat(server, "w0", "a")
+    assert heartbeat.to_carry() == heartbeat.record()
+    monkeypatch.setattr(heartbeat._calls, "sentence", lost)
+    assert heartbeat.to_carry() is None
 
 
 def test_rates_are_per_second_since_the_oldest_beat(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((100.0, 100.0, 104.0))
     monkeypatch.setattr("rlbuffer.process.heartbeat.time.monotonic", lambda: next(clock))
-    pulse = Pulse(server, "w0", "a")
-    pulse.rollouts, pulse.tokens = 8, 2000
-    record = pulse.record()
+    heartbeat = WorkerHeartbeat(server, "w0", "a")
+    heartbeat.rollouts, heartbeat.tokens = 8, 2000
+    record = heartbeat.record()
     assert (record["rollouts_per_second"], record["tokens_per_second"]) == (2.0, 500.0)
 
 
@@ -226,25 +233,25 @@ OTHER = {"pid": 7, "host": "elsewhere", "space": "of its own", "started": 1.0}
 
 
 def test_two_workers_of_one_name_say_that_they_are_two_until_one_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(heartbeat, "TWIN_SECONDS", 0.3)
+    monkeypatch.setattr("rlbuffer.process.heartbeat.BEAT_SECONDS", 0.01)
+    monkeypatch.setattr("rlbuffer.process.heartbeat.TWIN_SECONDS", 0.3)
     server = Hash()
     server.last = OTHER  # the process before this one: nobody knows whether it lives
-    pulse = Pulse(server, "w0", "a")
-    pulse.start()
+    heartbeat = WorkerHeartbeat(server, "w0", "a")
+    heartbeat.start()
     try:
         eventually(lambda: len(server.heard) > 2)
-        assert pulse.twin() is None
+        assert heartbeat.twin() is None
         assert [record for record in server.heard if record["problems"]] == []
         server.last = OTHER  # it has beaten again
         eventually(lambda: "pid 7 on elsewhere" in str(server.heard[-1]["problems"]))
         assert f"pid {os.getpid()} on {server.heard[-1]['host']}" in str(server.heard[-1]["problems"])
-        assert pulse.to_carry() is None, "the thread looks who else is there"
+        assert heartbeat.to_carry() is None, "the thread looks who else is there"
         eventually(lambda: server.heard[-1]["problems"] == [])
         server.last = {**OTHER, "left": True}
         beats = len(server.heard)
         eventually(lambda: len(server.heard) > beats + 2)
-        assert pulse.twin() is None
+        assert heartbeat.twin() is None
     finally:
-        pulse.close()
+        heartbeat.close()
     assert server.heard[-1]["left"]

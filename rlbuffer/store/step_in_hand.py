@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Hand:
+class StepInHand:
     """The step that the loop of rank 0 was given last; step 0 before the first."""
 
     step: int = 0
@@ -17,13 +17,13 @@ class Hand:
         return f"{self.step} {self.digest}" if self.step else ""
 
     @staticmethod
-    def of(data: bytes) -> Hand:
+    def of(data: bytes) -> StepInHand:
         """The inverse of ``str``; nothing in hand for what is none."""
         step, _, digest = data.decode("ascii", "replace").partition(" ")
-        return Hand(int(step), digest) if step.isdigit() else Hand()
+        return StepInHand(int(step), digest) if step.isdigit() else StepInHand()
 
 
-NOTHING = Hand()
+NOTHING = StepInHand()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,4 +36,4 @@ class RankZero:
     at: int
     """Last step that it has acknowledged."""
     seen_ms: int
-    hand: Hand
+    hand: StepInHand

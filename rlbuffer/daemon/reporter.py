@@ -12,7 +12,7 @@ from typing import Any
 from rlbuffer.client.lessons import LAST_STEPS, last_steps, nothing_to_learn
 from rlbuffer.daemon.env_stats import EnvStats
 from rlbuffer.process.identity import identity
-from rlbuffer.process.logs import Lasting, fields
+from rlbuffer.process.logs import RateLimited, fields
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.records.waiting import Problem, Wait, Waiting
@@ -32,7 +32,7 @@ QUIET_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Teller:
+class Reporter:
     """Tells the same from one place: `inspect`, `train` and this process's own output say one reason.
 
     Args:
@@ -48,7 +48,7 @@ class Teller:
         """Monotonic: when the waiting began, and when it was last said."""
         self._lasts: tuple[tuple[str, ...] | None, float] = None, float("-inf")
         """What is waited for, and since when (monotonic)."""
-        self._lasting = Lasting()
+        self._lasting = RateLimited()
         self._beat_at = float("-inf")
         """Monotonic. Heartbeats have a pace of their own: numbers in them change with every push."""
         self._key: tuple[str, ...] | None = None

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlbuffer.errors import clause
-from rlbuffer.gateway.answering import Answering, Tally
+from rlbuffer.gateway.answering import Answering, GatewayCounts
 from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.loading import Loader
 from rlbuffer.gateway.sweeping import Sweeper
@@ -26,11 +26,11 @@ TICKET_SECONDS = 5.0
 """For so long an opener that found no ticket counts as waiting: it asks again within two seconds."""
 
 
-class Pulse(Heartbeats):
+class GatewayHeartbeat(Heartbeats):
     """Beats in a thread of its own: no call holds it up."""
 
     def __init__(self, store: GatewayStore, name: str) -> None:
-        super().__init__("rlbuffer-pulse", Trouble.GATEWAY_STUCK)
+        super().__init__("rlbuffer-heartbeat", Trouble.GATEWAY_STUCK)
         self.listens = ""
         self.answering: Answering | None = None
         self.sweeper: Sweeper | None = None
@@ -91,7 +91,7 @@ class Pulse(Heartbeats):
             found |= {"models": self.fleet.models, "engine_troubles": len(self.fleet.troubles)}
         return found | super().record()
 
-    def _lately(self, tally: Tally) -> dict[str, float]:
+    def _lately(self, tally: GatewayCounts) -> dict[str, float]:
         """Calls a second, and the seconds of a call, since the oldest of the last beats."""
         at, calls, engine_seconds, own_seconds = self._past[0]
         new = tally.calls - calls
