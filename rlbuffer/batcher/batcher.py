@@ -106,6 +106,8 @@ class Batcher:
         """When it was decided: over a takeover, too, so that a step does not wait all over again."""
         self._waits_since = self._at
         self._decided: _Decided | None = None
+        self._awaited: set[str] = set()
+        """Envs that the open step needed when it was decided last, of which nothing came since."""
         self._selector = load_selector(config)
 
     # -- what happened ------------------------------------------------------------------------------------------------
@@ -136,6 +138,7 @@ class Batcher:
             self.restore([(entry_id, info)], uses=uses, now=now, pushed=pushed)
             return
         self._pool.add(info, entry_id, now, pushed, replaces)
+        self._awaited.discard(info.env)
         if not replaces:
             self._patience.heard(info.env, self._pool.now)
 
@@ -256,7 +259,7 @@ class Batcher:
         drops = tuple(pool.drops.values())
         if closed is not None:
             return self._plan(step, closed, advantages, fractions, limits, drops)
-        self._decided = None
+        self._decided, self._awaited = None, set(awaited)
         return Decision(
             plan=None,
             state=self._state(self._step, self._at, known),
@@ -272,7 +275,19 @@ class Batcher:
 
         Decisions carry them; between decisions (the step may not be committed yet) ask here as groups come in.
         """
-        return admission.allow(self._known, step, self._known.limits(world_size))
+        return admission.allow(self._known, step, self._known.limits(world_size), awaited=self._awaited)
+
+    def lacks_groups(self, world_size: int) -> bool:
+        """True while what is ready fills no step, whichever it is: then `next` makes none, unless time or an end
+        closes it. Costs nothing."""
+        envs = self.pools.values()
+        return self._known.limits(world_size).lacks(
+            groups=sum(env.ready_groups for env in envs),
+            rollouts=sum(env.ready_rollouts for env in envs),
+            tokens=sum(env.ready_tokens for env in envs),
+            adapters=len({adapter for env in envs for adapter in env.lanes}),
+            close_fill=self._config.close_fill,
+        )
 
     def pool_sums(self, step: int) -> dict[str, dict[str, Any]]:
         """env -> its groups in numbers, after `step`: as :meth:`EnvGroups.sums` says."""
@@ -392,6 +407,7 @@ class Batcher:
         plan = step_plan.step_plan(
             step, closed.laid_out, advantages, closed.plan, closed.closed_by, self._config, progress, flat
         )
+        self._awaited.clear()
         self._decided = _Decided(step, plan.group_ids, accounts, accounted, paced, now)
         known.short = frozenset()
         after = replace(known, accounts=accounts, adapters=accounted, pace=paced)

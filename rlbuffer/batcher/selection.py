@@ -53,6 +53,16 @@ class Limits:
         """The amount that fills a step: groups, rollouts or tokens."""
         return self.groups or self.rollouts or self.tokens
 
+    def lacks(self, *, groups: int, rollouts: int, tokens: int, adapters: int, close_fill: float) -> bool:
+        """True when so much cannot fill a step, however it is selected and laid out."""
+        if self.groups is not None:
+            return groups < self.groups
+        if self.rollouts is not None:
+            return rollouts < self.rollouts
+        # Any packing leaves at most one row of an adapter less than half full: below that there is always room.
+        has_room = 2 * tokens <= (self.rows + 1 - adapters) * self.row_tokens
+        return has_room and tokens < close_fill * self.tokens
+
     def amount(self, group: Group) -> int:
         """The amount that one group adds to it."""
         return 1 if self.groups is not None else group.rollouts if self.rollouts is not None else group.tokens

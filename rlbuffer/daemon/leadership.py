@@ -51,8 +51,8 @@ from rlbuffer.store.records import Attempt, Decided, LeaderRead
 _log = logging.getLogger(__name__)
 LEADER_POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
-BURST_SECONDS = 0.002
-"""Time that a turn leaves to what is pushed together with what woke it: another look costs less than another turn."""
+BURST_SECONDS = 0.005
+"""Time left to what is pushed together with groups that make no step yet: a turn for each of them would be too many."""
 
 
 class Tenure:
@@ -126,6 +126,10 @@ class Leadership:
         self._allowances: Mapping[str, int] = {}
         self._is_idle = False
         """No step can be made of what is here; nor will one be when the trainer goes on."""
+        self._undecided: tuple[int, float, Waiting | None] = 0, float("-inf"), None
+        """The step that was decided last and not made, when (monotonic), and why."""
+        self._is_burst = False
+        """The last turn took in groups, and made no step."""
         self.ended: int | None = None
         """The step after which the run has ended, once it has."""
 
@@ -174,16 +178,15 @@ class Leadership:
             self._lead(look)
 
     def _look(self) -> LeaderRead:
+        if self._is_burst:
+            time.sleep(BURST_SECONDS)
         now = time.monotonic()
         is_due = now - self._beats_at > TELEMETRY_SECONDS
         look = self._pending.look(block_seconds=LEADER_POLL_SECONDS, beats=KINDS if is_due else ())
         if is_due:
             self._beats, self._beats_at = look.beats, now
             self._processes = tuple(each for kind, beats in look.beats.items() for each in processes(kind, beats))
-        if look.entries:
-            time.sleep(BURST_SECONDS)
-            look = self._pending.look()
-        self._meta = look.meta
+        self._meta, self._is_burst = look.meta, bool(look.entries)
         return look
 
     def _lead(self, look: LeaderRead) -> None:
@@ -193,10 +196,10 @@ class Leadership:
         self._teller.stats.published = {adapter: policy.version for adapter, policy in policies.items()}
         for adapter in {"", *policies}:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
-        if (busy := self._trainer.busy(look, self._config)) is not None:
+        if (why := self._trainer.busy(look, self._config) or self._filling(look)) is not None:
             self._pending.drop(batcher.sweep(step))
             self._publish({} if trainer.is_finished else batcher.allowances(step, world_size=trainer.world_size))
-            self._say(self._end_of(trainer) or busy)
+            self._say(self._end_of(trainer) or why)
             return
         started = time.perf_counter()
         now, rng = self._pending.now, np.random.default_rng(step)
@@ -215,7 +218,16 @@ class Leadership:
         self._is_idle = True
         why = self._end_of(trainer) or decision.why
         is_draining = self._wishes.is_draining and why is not None and why.kind in FOR_GROUPS
-        self._say(Waiting(kind=Wait.DRAINING) if is_draining else why)
+        why = Waiting(kind=Wait.DRAINING) if is_draining else why
+        self._undecided = step, time.monotonic(), why
+        self._say(why)
+
+    def _filling(self, look: LeaderRead) -> Waiting | None:
+        """The reason of the last decision, where only groups came since, and still too few of them: another decision
+        would be the same. One of a step that waits is made once nothing comes, or every second."""
+        step, at, why = self._undecided
+        is_same = step == look.meta.step + 1 and time.monotonic() - at < TELEMETRY_SECONDS
+        return why if look.entries and is_same and self._pending.batcher.lacks_groups(look.trainer.world_size) else None
 
     def _end_of(self, trainer: Attempt) -> Waiting | None:
         """The reason of a trainer that has made its last step; None of one that has not, or left otherwise."""
@@ -290,7 +302,7 @@ class Leadership:
             header = self._store.wait_step(plan.step, block_seconds=0.0)
         except StepRetired:
             raise LeaseLost(f"step {plan.step} was trained and retired meanwhile: another leads this run") from None
-        self._is_idle = False
+        self._is_idle = self._is_burst = False
         self._say(None)
         if header is not None:
             seconds = time.perf_counter() - started

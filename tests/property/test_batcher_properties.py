@@ -389,3 +389,21 @@ def test_the_env_that_others_wait_for_does_not_make_them_waste_their_work(order:
     assert outcome.stuck == ""
     assert outcome.tokens["fast"] / outcome.tokens.total() == pytest.approx(0.7, abs=0.01)
     assert outcome.stale_percent <= 13
+
+
+@settings(max_examples=120, deadline=None)
+@given(RULES, PUSHES, st.integers(1, 3))
+def test_no_step_is_made_while_too_few_groups_are_ready(config: BatcherConfig, pushes: Any, world_size: int) -> None:
+    batcher, step = Batcher(replace(config, spillover="block", max_age_seconds=None)), 1
+    for number, (action, name, lengths, env, _) in enumerate(pushes):
+        if action in ("ask", "publish"):
+            lacks = batcher.lacks_groups(world_size)
+            plan = batcher.next(step, world_size=world_size, now=0.0, rng=RNG).plan
+            assert plan is None or not lacks
+            if plan is not None:
+                batcher.committed(plan)
+                step += 1
+        else:
+            adapter = "x" if name % 4 == 0 else ""
+            info = replace(group_info(f"g{number}", f"e{env % 2}", np.array(lengths)), adapter=adapter)
+            batcher.add(info, entry_id=f"{number}-0", now=0.0)
