@@ -6,6 +6,7 @@ worker/loop.py (take, sample, push) and trainer/loop.py (announce, acknowledge, 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -46,6 +47,8 @@ NEEDY = 0.5
 """Share of the groups that have this need, in runs that have a scorer."""
 BESIDE = 0.7
 """Share of the versions that are on their way while the next step trains, in runs whose trainer does that."""
+SLOW_TASKS = 0.2
+"""Share of the groups that take ten times as long, in runs whose steps wait for such."""
 KEPT_CHECKPOINTS = 2
 """Checkpoints that the trainer keeps."""
 
@@ -110,7 +113,7 @@ class Worker:
             if not names:
                 world.scheduler.wait(0.15)
                 continue
-            world.scheduler.wait(dice.expovariate(1 / plan.sample_seconds))
+            world.scheduler.wait(self._sample_seconds(names[0]))
             if plan.said and world.invariants.digests and dice.random() < 0.05:
                 self._say_done(writer, env)
             if plan.tickets and dice.random() < 0.1:
@@ -128,6 +131,13 @@ class Worker:
                     self._push(writer, group, process)
             if parts:
                 self._send(writer, parts)
+
+    def _sample_seconds(self, group: str) -> float:
+        """How long a group takes; where steps wait for slow ones, some take ten times as long, whoever samples them."""
+        plan = self.world.plan
+        seconds = self.world.dice.expovariate(1 / plan.sample_seconds)
+        is_slow = plan.config.slow == "wait" and random.Random(f"{group} {plan.seed}").random() < SLOW_TASKS
+        return 10 * seconds if is_slow else seconds
 
     def _kept(self, writer: Writer, tickets: list[Ticket]) -> list[Ticket]:
         """The tickets that it samples for: some it gives back, some it closes without a group."""

@@ -19,6 +19,7 @@ from simulation.host import AWAY, Host, World
 from simulation.rollouts import made_group
 from simulation.scheduler import Process
 from simulation.server import Command
+from simulation.slow_groups import Watched
 from simulation.values import LARGEST
 
 LIMIT = 1_000_000_000
@@ -42,7 +43,9 @@ def planner(world: World) -> type[Batcher]:
     """The batcher, with the time that it takes to decide; now and then a function of the user's own fails in it."""
     plan, dice, scheduler = world.plan, world.dice, world.scheduler
 
-    class Slow(Batcher):
+    class Slow(Watched):
+        fail = staticmethod(world.invariants.fail)
+
         def next(self, *args: Any, **kwargs: Any) -> Decision:
             if plan.stops and not world.network.is_healed and dice.random() < 0.03:
                 raise ConfigError(OWN_FAULT, setting="order")

@@ -111,6 +111,8 @@ OWN_LOOPS = 0.25
 """Share of the seeds whose trainer is a loop of somebody's own, with two ranks."""
 OWN_LOSSES = 0.5
 """Share of those in which the server loses a step that one rank has and another has not."""
+SLOW_GROUPS = 0.25
+"""Share of the seeds whose steps wait for slow groups, where they are no stream."""
 STREAMS = 0.15
 """Share of the seeds whose trainer packs for itself, from a stream."""
 GATEWAYS = 0.5
@@ -186,6 +188,9 @@ def draw(seed: int, *, mutation: Mutation | None = None, rollback: bool = False)
     )
     if values["stream"]:
         config, values["world_sizes"], values["releaser"] = _streamed(config, seed), (1,), False
+    elif mutation is None:
+        config, found = _with_slow_groups(config, seed)
+        values |= found
     values["batches"] = mutation is None and random.Random(f"batches {seed}").random() < 0.3
     if mutation is not None:
         profile = mutation.profile or profile
@@ -239,6 +244,24 @@ def _with_reuse(config: BatcherConfig, seed: int, *, is_asked: bool, goes_back: 
     config = replace(config, max_uses=dice.choice((2, 3)), replay_fraction=dice.choice((0.5, 1.0)))
     # A group is used again soon, so that just that use may go, and there is time for another one after it.
     return replace(config, max_age=2, replay_fraction=1.0) if goes_back else config
+
+
+def _with_slow_groups(config: BatcherConfig, seed: int) -> tuple[BatcherConfig, dict[str, Any]]:
+    """Small steps that wait for what is sampled yet, for a short while or until its tickets have lapsed; and what is
+    drawn for that anew."""
+    dice = random.Random(f"slow groups {seed}")
+    if dice.random() >= SLOW_GROUPS:
+        return config, {}
+    config = replace(
+        config,
+        slow="wait",
+        order="oldest_first",
+        slow_wait_seconds=dice.choice((0.3, 3.0, 60.0)),
+        max_age=config.max_age if config.max_uses > 1 else dice.choice((0, 1, 1)),
+        step_groups=dice.choice((1, 2, 3)),
+        step_rollouts=None,
+    )
+    return config, {"tickets": True, "writers": dice.choice((2, 3, 4))}
 
 
 def _with_end(config: BatcherConfig, seed: int) -> tuple[BatcherConfig, int]:

@@ -91,6 +91,7 @@ class Fences:
         limit = int(allowed.get(args[1], allowed.get(b"*", 0)))
         out = {number for number, expiry in self._before.items() if expiry > now}
         given = {b"%d" % number for number in reply}
+        self._check_taken(args[1].decode(), given, keys, now)
         if given & out or len(given) != len(reply):
             self.fail("tickets", f"{sorted(given & out)} of {args[1].decode()} were given out while they were out")
         if given and len(out) + len(given) > limit:
@@ -102,6 +103,17 @@ class Fences:
             again = {f"{args[1].decode()}.{number.decode()}" for number in given & self._before.keys()}
             self._expired |= again & {entry.group for entry in self.pool.values()}
             self._check_window(args[1].decode(), out | given)
+
+    def _check_taken(self, env: str, given: set[bytes], keys: Sequence[bytes], now: int) -> None:
+        """What stands beside the tickets is of those that were taken last, and of nothing else."""
+        policy, taken = self.server.data.get(keys[5]) or {}, self.server.data.get(keys[6]) or {}
+        version = policy[b""].split(b" ")[1] if b"" in policy else b"-1"
+        known = {number: taken.get(number, b"none 0").split(b" ") for number in given}
+        wrong = {n for n, (its, at) in known.items() if its != version or abs(int(at) - now) > 1}
+        tickets = self.server.find(keys[0])
+        left = set(taken) - set(tickets.scores if tickets else ())
+        if wrong or left:
+            self.fail("tickets", f"{env}: not of version {version.decode()}: {sorted(wrong)}; not out: {sorted(left)}")
 
     def _check_window(self, env: str, out: set[bytes]) -> None:
         """What is pending and can still train, plus the tickets that are out, is at most what the steps can hold in

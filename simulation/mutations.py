@@ -158,6 +158,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         writers=3,
     ),
     _of(
+        "ticket-keeps-its-version",
+        "ticket",
+        "redis.call('HSET', taken_key, ",
+        "redis.call('HSETNX', taken_key, ",
+        "stops",
+        tickets=True,
+    ),
+    _of(
         "ticket-given-twice",
         "ticket",
         "redis.call('ZRANGEBYSCORE', tickets_key, '-inf', clock, ",

@@ -173,6 +173,8 @@ class Reasons:
         oldest = max(0, (max(versions, default=0) if config.is_stream else step) - config.max_age)
         if not versions or min(versions) < oldest or world.plan.adapters:
             kinds.append(Wait.VERSION)
+        if config.slow == "wait" and self._is_under_way(step):
+            kinds.append(Wait.SLOW)
         if not self._has_plenty(oldest, number(trainer, b"world_size")):
             kinds += [Wait.FILLING, Wait.NOTHING_TO_LEARN]
             if self._hash("ends"):
@@ -180,6 +182,15 @@ class Reasons:
             if number(meta, b"draining"):
                 kinds.append(Wait.DRAINING)
         return kinds
+
+    def _is_under_way(self, step: int) -> bool:
+        """True when something that the step behind `step` is the last one for is out, or not whole."""
+        world, keys = self._world, self._world.invariants.keys
+        last = step - world.plan.config.max_age
+        if world.plan.adapters or any(entry.oldest() == last for entry in world.invariants.pool.values()):
+            return True
+        taken = (world.server.data.get(keys.taken(env).encode()) or {} for env in ("a", "b"))
+        return any(int(value.partition(b" ")[0]) == last for tickets in taken for value in tickets.values())
 
     def _has_plenty(self, oldest: int, world_size: int) -> bool:
         """True when what could train now fills a step more than once."""

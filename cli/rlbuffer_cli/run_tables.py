@@ -96,6 +96,7 @@ ENVS = View(
         figure("forming", lambda row: row.env.groups_forming, ",", 2, unknown=lambda row: NOT_SAID),
         Column("age", lambda row: row.ages, at=1),
         figure("reward", lambda row: row.env.batch_reward),
+        figure("length distance", lambda row: row.env.length_distance, ".3f", WIDE),
         figure("packed", lambda row: row.env.packed.rollouts, ",", WIDE),
         figure("trained", lambda row: row.env.trained.rollouts, ",", WIDE),
         Column("dropped", lambda row: _counted({why: each.rollouts for why, each in row.env.dropped.items()}) or "0"),

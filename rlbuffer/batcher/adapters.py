@@ -165,16 +165,21 @@ class Queue:
         lanes: adapter -> its groups in order.
         tags: adapter -> tag, as after the last step.
         unit: tokens | rollouts | groups.
+        is_last: tells whether a group can train at no later step. Those go before all others, whosever turn it is.
     """
 
-    __slots__ = ("_heads", "_lanes", "_tags", "_unit", "head")
+    __slots__ = ("_heads", "_is_last", "_lanes", "_tags", "_unit", "head")
 
     def __init__(
-        self, lanes: Mapping[str, Iterator[Group]], tags: Mapping[str, int] | None = None, unit: str = "tokens"
+        self,
+        lanes: Mapping[str, Iterator[Group]],
+        tags: Mapping[str, int] | None = None,
+        unit: str = "tokens",
+        is_last: Callable[[Group], bool] | None = None,
     ) -> None:
         self._lanes = {adapter: lanes[adapter] for adapter in sorted(lanes)}
         self._tags = dict(tags or {})
-        self._unit = unit
+        self._unit, self._is_last = unit, is_last
         self._heads: dict[str, Group] = {}
         for adapter in self._lanes:
             self._advance(adapter)
@@ -205,7 +210,11 @@ class Queue:
         if len(self._heads) < 2:
             return next(iter(self._heads.values()), None)
         there = [adapter for adapter in self._lanes if adapter in self._heads]
-        return self._heads[min(there, key=lambda a: (self._heads[a].used > 0, self._tags.get(a, 0)))]
+        return self._heads[min(there, key=self._rank)]
+
+    def _rank(self, adapter: str) -> tuple[bool, bool, int]:
+        head = self._heads[adapter]
+        return head.used > 0, self._is_last is not None and not self._is_last(head), self._tags.get(adapter, 0)
 
 
 def asking(

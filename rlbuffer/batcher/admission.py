@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from rlbuffer.batcher import budget
+from rlbuffer.batcher import budget, slow
 from rlbuffer.batcher.budget import Deficits
 from rlbuffer.batcher.group import Group
 from rlbuffer.batcher.selection import Limits, Trial
@@ -80,7 +80,7 @@ def allow(
     limits: Limits,
     *,
     awaited: Collection[str] = (),
-    taken: Iterable[Group] = (),
+    taken: Collection[Group] = (),
 ) -> dict[str, int]:
     """env -> tickets that may be out while `step` is the next to be planned; ``*`` stands for envs not named.
 
@@ -127,6 +127,8 @@ def allow(
     held = {env for env in supply if waits_for_scorers(known, env, step)}
     open_step = _open_step(known, supply, limits, known.short - held)
     out = allowances(supply, per_step, awaited={*awaited} - held, open_step=open_step)
+    if config.slow == "wait":
+        out = slow.places(known, step, out, groups=sum(per_step.values()), least={*awaited} - held, taken=taken)
     out.update(dict.fromkeys(known.paused, 0))
     window = _window(known, ANY_ENV, step)
     if budget.is_open(config, step) and window > 0:

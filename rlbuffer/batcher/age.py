@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from rlbuffer.batcher.group import Group
 
@@ -22,6 +23,11 @@ def age_at(step: int, min_version: int) -> int:
 def oldest_version(step: int, max_age: int) -> int:
     """The oldest policy version that `step` may train on; never below 0."""
     return max(0, step - 1 - max_age)
+
+
+def last_version(step: int, max_age: int) -> int:
+    """The version whose data may train at `step` and at no later one; below 0: there is none yet."""
+    return step - 1 - max_age
 
 
 def is_future(step: int, max_version: int) -> bool:
@@ -68,11 +74,17 @@ class VersionIndex:
             self._forget(oldest)
         return out
 
-    def walk(self, *, newest_first: bool, oldest: int) -> Iterator[Group]:
-        """Groups of version `oldest` or newer, in the order in which they should train. Must not change meanwhile."""
+    def walk(self, *, newest_first: bool, oldest: int, key: Callable[[Group], Any] | None = None) -> Iterator[Group]:
+        """Groups of version `oldest` or newer, in the order in which they should train: those of a version by `key`,
+        else as they came. Must not change meanwhile."""
         versions = self._versions[bisect_left(self._versions, oldest) :]
         for version in reversed(versions) if newest_first else versions:
-            yield from self._buckets[version].values()
+            groups = self._buckets[version].values()
+            yield from groups if key is None else sorted(groups, key=key)
+
+    def of(self, version: int) -> list[Group]:
+        """The groups of one version, as they came."""
+        return [*self._buckets.get(version, {}).values()]
 
     def count(self, oldest: int = 0) -> int:
         """Number of groups of version `oldest` or newer."""

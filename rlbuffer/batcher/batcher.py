@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.batcher import adapters, admission, budget, closing, pace, situation, step_plan
+from rlbuffer.batcher import adapters, admission, budget, closing, pace, situation, slow, step_plan
 from rlbuffer.batcher.group import Rejected
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.pool import EnvGroups, Pool
@@ -108,6 +108,10 @@ class Batcher:
         self._decided: _Decided | None = None
         self._awaited: set[str] = set()
         """Envs that the open step needed when it was decided last, of which nothing came since."""
+        self._full_since: float | None = None
+        """When the open step could be made for the first time; it may wait for what is under way since."""
+        self.waited_for: Mapping[str, Sequence[str]] = {}
+        """env -> groups that the last decision waits for, though the step is full; to look at."""
         self._selector = load_selector(config)
 
     # -- what happened ------------------------------------------------------------------------------------------------
@@ -167,6 +171,10 @@ class Batcher:
         """Takes in which policy version of an adapter workers can sample from now; -1 when none was announced."""
         self._known.published[adapter] = version
 
+    def set_under_way(self, tickets: Mapping[str, Mapping[int, int]]) -> None:
+        """Takes in the tickets that are out: env -> number -> version with which it was taken."""
+        self._known.under_way = tickets
+
     def pause(self, env: str) -> None:
         """`env` takes no part until it is resumed: no tickets, nothing of it is selected, no step waits for it.
 
@@ -206,7 +214,7 @@ class Batcher:
         self._known.accounts, self._known.adapters = decided.accounts, decided.adapters
         self._known.pace = decided.pace
         self._step, self._at, self._decided = decided.step, decided.at, None
-        self._waits_since = self._at
+        self._waits_since, self._full_since = self._at, None
         self._patience.committed(is_full=plan.closed_by not in (ClosedBy.TIMEOUT, ClosedBy.PARTIAL))
         self._pool.consume(plan.group_ids)
 
@@ -236,6 +244,7 @@ class Batcher:
             ConfigError: the user's selector or estimator failed.
         """
         pool, patience, known = self._pool, self._patience, self._known
+        self.waited_for = {}
         self._let_go_what_is_over(step, now, rng)
         limits = known.limits(world_size)
         fractions, waits_to_learn = known.fractions(step), 0
@@ -256,15 +265,21 @@ class Batcher:
             if closing.waits_to_learn(closed, self.teaching):
                 waits_to_learn, closed = len(closed.groups), None
             break
-        drops = tuple(pool.drops.values())
+        drops, late = tuple(pool.drops.values()), None
         if closed is not None:
-            return self._plan(step, closed, advantages, fractions, limits, drops)
+            self._full_since = pool.now if self._full_since is None else self._full_since
+            waited = pool.now - self._full_since
+            is_over = waited >= self._config.slow_wait_seconds
+            self.waited_for = {} if is_over else slow.awaited(known, step, closed.groups)
+            if not self.waited_for:
+                return self._plan(step, closed, advantages, fractions, limits, drops)
+            late, awaited = slow.reason(known, step, self.waited_for, waited), ()
         self._decided, self._awaited = None, set(awaited)
         return Decision(
             plan=None,
             state=self._state(self._step, self._at, known),
             drops=drops,
-            why=situation.reason(known, step, trial, limits, fractions, waits_to_learn),
+            why=late or situation.reason(known, step, trial, limits, fractions, waits_to_learn),
             allowances=admission.allow(known, step, limits, awaited=awaited),
             dead=patience.dead(pool.now),
             is_over=known.is_over,
@@ -365,6 +380,7 @@ class Batcher:
             teaches=self.teaching.of,
             excused=self._patience.excused(self._pool.now),
             overdue=self._patience.overdue(self._pool.now),
+            is_last=known.last_of(step),
         )
 
     def _close_rest(

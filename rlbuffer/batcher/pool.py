@@ -409,6 +409,10 @@ class Pool:
         """An env's groups, with running sums."""
         return self.envs.get(name) or EnvGroups(self.config.for_env(name))
 
+    def is_known(self, group_id: str) -> bool:
+        """True when something of the group is here, or it is closed."""
+        return group_id in self._groups or group_id in self._closed
+
     def has_fresh(self, name: str) -> bool:
         """True when the env has a group that was not trained yet."""
         env = self.env(name)
@@ -427,7 +431,8 @@ class Pool:
         out: dict[str, Iterator[Group]] = {}
         for adapter, lane in env.lanes.items():
             oldest = oldest_version(step_of(adapter), env.settings.max_age)
-            ready = lane.ready.walk(newest_first=newest_first, oldest=oldest)
+            key = by_ticket if self.config.slow == "wait" else None
+            ready = lane.ready.walk(newest_first=newest_first, oldest=oldest, key=key)
             fresh = lane.ranked.walk(oldest=oldest) if self._ranks else ready
             out[adapter] = chain(fresh, lane.used.walk(newest_first=newest_first, oldest=oldest))
         return out
@@ -520,6 +525,16 @@ def _oldest_kept(step: int, max_age: int, published: int | None) -> int:
     """The oldest version of which groups are kept for `step`: all of them where the newest, `published`, is so old."""
     oldest = oldest_version(step, max_age)
     return oldest if published is None or published >= oldest else 0
+
+
+def by_ticket(group: Group) -> tuple[int, str]:
+    """Sort key: the group whose ticket was given first. As they came the slow ones would stand last."""
+    return ticket_order(group.group_id)
+
+
+def ticket_order(group_id: str) -> tuple[int, str]:
+    """Of the groups of an env, ``<env>.<number>``: by number."""
+    return len(group_id), group_id
 
 
 def _whose(adapter: str) -> str:

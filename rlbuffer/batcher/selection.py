@@ -167,6 +167,7 @@ def select(
     teaches: Callable[[Group], bool],
     excused: Collection[str] = (),
     overdue: Collection[str] = (),
+    is_last: Callable[[Group], bool] | None = None,
 ) -> Trial:
     """Runs one trial.
 
@@ -183,6 +184,8 @@ def select(
         excused: envs of `budgeted` that it does not wait for now.
         overdue: envs of `budgeted` that have been short for too long: whatever goes before them closes the step. Their
             deficits from earlier steps are left out of the trial: else nothing could go before them.
+        is_last: tells whether a group can train at this step and at no later one. Those go before all others; what
+            their envs are ahead by then, they give back later. They stand first in `candidates`.
     """
     trial = Trial()
     owed = {env: deficits.get(env, 0.0) for env in fractions}
@@ -200,27 +203,42 @@ def select(
         if head is None and env in waited:
             turns.watch(env, means[env])
 
+    def offer(env: str, head: Group | None) -> None:
+        """While there are groups that cannot wait: of each env the next one of these."""
+        if head is None or is_last is None or not is_last(head):
+            heads[env] = head
+            turns.offer(env, None)
+        else:
+            put(env, head)
+
+    only_last = is_last is not None
+    give = offer if only_last else put
     for env, head in heads.items():
-        put(env, head)
+        give(env, head)
     while True:
         trial.short = turns.short()
         if trial.short:
             trial.ended = Ended.SHORT
             break
         turn = turns.turn()
+        if turn is None and only_last:
+            only_last, give = False, put
+            for env, head in heads.items():
+                put(env, head)
+            continue
         group = heads[turn] if turn is not None else None
         if group is None:
             trial.ended = Ended.EMPTY
             break
         env = group.env
         if group.used and shares.is_past_used(group):
-            put(env, None)  # all that come after it were used, too
+            give(env, None)  # all that come after it were used, too
             continue
         is_flat = limits.flat is not None and not teaches(group)
         if limits.flat is not None and is_flat and shares.is_past_flat(group, limits.flat):
             trial.surplus.append(group)
             candidates[env].skip()
-            put(env, candidates[env].head)
+            give(env, candidates[env].head)
             continue
         if by_rows and shares.is_past_rows(group) and trial.groups:
             trial.ended = Ended.FULL
@@ -229,7 +247,7 @@ def select(
         trial.add(group)
         turns.charge(env, size_of(unit, tokens=group.tokens, rollouts=group.rollouts))
         candidates[env].take()
-        put(env, candidates[env].head)
+        give(env, candidates[env].head)
         if trial.tokens >= capacity if by_rows else limits.is_counted(len(trial.groups), trial.rollouts):
             trial.ended = Ended.FULL if by_rows else Ended.COUNT
             break

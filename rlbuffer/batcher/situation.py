@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from rlbuffer.batcher import budget
 from rlbuffer.batcher.adapters import AdapterAccounts, Queue
-from rlbuffer.batcher.age import oldest_version
+from rlbuffer.batcher.age import last_version, oldest_version
+from rlbuffer.batcher.group import Group
 from rlbuffer.batcher.pace import Pace
 from rlbuffer.batcher.pool import Pool, StepOf
 from rlbuffer.batcher.selection import Limits, Trial
@@ -44,6 +45,8 @@ class Situation:
     """Other producers that may still send something."""
     short: frozenset[str] = frozenset()
     """Envs that the open step waits for."""
+    under_way: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    """env -> number of a ticket that lives -> version with which it was taken."""
 
     # -- envs ---------------------------------------------------------------------------------------------------------
     def known(self) -> list[str]:
@@ -143,8 +146,20 @@ class Situation:
     # -- groups -------------------------------------------------------------------------------------------------------
     def queues(self, step: int) -> dict[str, Queue]:
         """env -> its ready groups in the order in which they should train."""
-        step_of, tags = self.steps(step), self.adapters.tags
-        return {e: Queue(self.pool.queues(e, step_of), tags.get(e), self.config.unit) for e in self.pool.envs}
+        step_of, tags, is_last = self.steps(step), self.adapters.tags, self.last_of(step)
+        return {e: Queue(self.pool.queues(e, step_of), tags.get(e), self.config.unit, is_last) for e in self.pool.envs}
+
+    def last_of(self, step: int) -> Callable[[Group], bool] | None:
+        """Tells whether a group can train at `step` and at no later one; None where none of those is preferred."""
+        if self.config.slow != "wait":
+            return None
+        step_of = self.steps(step)
+
+        def is_last(group: Group) -> bool:
+            last = last_version(step_of(group.adapter), self.config.for_env(group.env).max_age)
+            return not group.used and group.min_version == last
+
+        return is_last
 
     def limits(self, world_size: int) -> Limits:
         """The bounds of a step."""

@@ -93,6 +93,8 @@ STREAM: Mapping[str, Any] = {
     "row_tokens": 2**20,
 }
 """What holds for a stream where the settings say nothing else."""
+WAITING: Mapping[str, Any] = {"order": "oldest_first"}
+"""What holds where steps wait for slow groups and the settings say nothing else."""
 ONLY_RANKS: Mapping[str, Any] = {
     "micro_batches_per_rank": 1,
     "rows_per_micro_batch": 1,
@@ -106,6 +108,7 @@ ONLY_RANKS: Mapping[str, Any] = {
     "fill_timeout_seconds": None,
     "advantage_scale": "none",
     "truncated": "train",
+    "slow": "drop",
 }
 """Settings of steps that are planned in rows, each with the only value that a stream may have."""
 
@@ -186,6 +189,11 @@ class BatcherConfig(NoTruth):
     """Divisor of advantages: none, or the standard deviation of all rewards of the step."""
     truncated: Literal["train", "mask"] = field(default="train", kw_only=True)
     """Rollouts that are flagged is_truncated: trained, or masked once their rewards have counted in their group."""
+    slow: Literal["drop", "wait"] = field(default="drop", kw_only=True)
+    """Fate of groups that are still sampled when a step is full, and would be too old for the next one. drop: they are
+    lost as stale. wait: the step waits for them and trains them; groups train oldest first then."""
+    slow_wait_seconds: Seconds = field(default=60.0, kw_only=True)
+    """Longest that a full step waits for them: above what the slowest rollouts take."""
     flat_by: str = field(default="", kw_only=True)
     """Number by which a group is flat where all rollouts have it: the name of one of their `rewards`, or `reward`, the
     whole one. Not set: no trained token has an advantage, no column `advantages` brings one, and the trainer's loss
@@ -201,13 +209,19 @@ class BatcherConfig(NoTruth):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_a_stream(cls, given: Any) -> Any:
-        """Fills in what a stream has where nothing else is said."""
+    def _implied(cls, given: Any) -> Any:
+        """Fills in what follows from other settings where nothing else is said."""
         named = given.kwargs or {} if isinstance(given, ArgsKwargs) else given
-        if not isinstance(named, Mapping) or named.get("feeds") != "stream":
+        if not isinstance(named, Mapping):
+            return given
+        implied = {
+            **(STREAM if named.get("feeds") == "stream" else {}),
+            **(WAITING if named.get("slow") == "wait" else {}),
+        }
+        if not implied:
             return given
         by_place = given.args if isinstance(given, ArgsKwargs) else ()
-        filled = {**STREAM, **named}
+        filled = {**implied, **named}
         for name, _ in zip(_PLACES, by_place, strict=False):
             filled.pop(name, None)
         return ArgsKwargs(by_place, filled) if isinstance(given, ArgsKwargs) else filled
@@ -222,6 +236,16 @@ class BatcherConfig(NoTruth):
                         f"cannot stand beside batcher.{name} = {info.data[name]!r}: a stream hands over one group "
                         f"after the other, oldest first, each once, and plans no rows"
                     )
+        return value
+
+    @field_validator("slow")
+    @classmethod
+    def _in_order(cls, value: str, info: ValidationInfo) -> str:
+        if value == "wait" and (order := info.data.get("order", "oldest_first")) != "oldest_first":
+            raise ValueError(
+                f"cannot stand beside batcher.order = {order!r}: a step that waits for what is oldest takes it first. "
+                f"Leave batcher.order out, or set oldest_first"
+            )
         return value
 
     @field_validator("step_groups")

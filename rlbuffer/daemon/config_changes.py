@@ -46,6 +46,8 @@ CONSEQUENCES: Mapping[str, str] = MappingProxyType(
         "envs": "as the settings that they override",
         "adapters": "an adapter's progress so far stays counted",
         "fill_timeout_seconds": "it counts for the step that is waited for, too",
+        "slow": "it counts for the step that is full, and for tickets that are out, too",
+        "slow_wait_seconds": "it counts for the step that waits, too",
         "env_dead_after_seconds": "silence is counted anew",
         "feeds": "",
         "on_dead_env": "with `stop`, an env that is dead already stops the run",

@@ -7,7 +7,7 @@ its rollouts, and stand in its heartbeat until the next one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,11 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW_DTYPE, GroupInfo, rollouts_of
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, StepPlan
+from rlbuffer.records.waiting import Problem, Trouble
+from rlbuffer.state.lengths import BY_TIME, Lengths
 from rlbuffer.state.metric import SHORT_SECONDS, Metric, metrics_of
 from rlbuffer.state.run_state import EnvState
 from rlbuffer.store.planned import Planned
@@ -78,6 +81,7 @@ class _Env:
     """Reason -> groups."""
     failed: Counter[str] = field(default_factory=Counter)
     """Kind -> failed attempts."""
+    lengths: Lengths = field(default_factory=Lengths)
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {name: Histogram(each.bounds) for name, each in HISTOGRAMS.items()}
     )
@@ -104,6 +108,8 @@ class EnvStats:
         """Env -> fields of :class:`EnvState`, as of the last step."""
         self.run: Mapping[str, Any] = {}
         """Fields of :class:`RunState`, likewise."""
+        self.problems: list[Problem] = []
+        """Envs whose long rollouts are lost, likewise."""
         self.lead(None)
 
     def lead(self, batcher: Batcher | None, config: BatcherConfig | None = None) -> None:
@@ -113,7 +119,7 @@ class EnvStats:
         self._envs: dict[str, _Env] = {}
         self._closed: Counter[str] = Counter()
         self._builds = Histogram(SHORT_SECONDS)
-        self.envs, self.run = {}, {}
+        self.envs, self.run, self.problems = {}, {}, []
 
     def arrived(self, entry: PoolEntry) -> None:
         """A push was read. What a takeover reads was counted by the leader before."""
@@ -124,13 +130,15 @@ class EnvStats:
         if len(self._pushes) >= MOST_NOTES:
             self._sum_up()
 
-    def dropped(self, entries: Iterable[PoolEntry]) -> None:
-        """Pushes will not be trained."""
-        if self._batcher is not None:
-            for entry in entries:
-                if entry.info is not None and entry.info.totals.rollouts:
-                    lengths = _numbers([entry.info])["length"]
-                    self._env(entry.env).histograms["dropped_tokens"].add(lengths)
+    def dropped(self, reason: Reason, entries: Sequence[PoolEntry]) -> None:
+        """Pushes of a group will not be trained."""
+        infos = [entry.info for entry in entries if entry.info is not None and entry.info.totals.rollouts]
+        if self._batcher is None or not infos:
+            return
+        env, lengths = self._env(infos[0].env), _numbers(infos)["length"]
+        env.histograms["dropped_tokens"].add(lengths)
+        if reason in BY_TIME:
+            env.lengths.add([float(lengths.mean())], is_trained=False)
 
     def drop(self, drop: Drop) -> None:
         """A group was dropped, or refused as late."""
@@ -159,6 +167,11 @@ class EnvStats:
             )
         for name, share in budgets.items():
             envs.setdefault(name, {})["budget"] = share
+        self.problems = [
+            Problem(kind=Trouble.LONG_LOST, env=name, detail=f"{self._envs[name].lengths.long_trained:.0%}")
+            for name in sorted(self._envs)
+            if self._envs[name].lengths.are_lost
+        ]
         self.envs = envs
         self.run = {
             "stepped_at": header.committed_ms / 1000,
@@ -226,6 +239,13 @@ class EnvStats:
             histograms["packed_tokens"].add(packed[its])
             histograms["response_tokens"].add(responses[its])
             means[name] = float(responses[its].mean())
+        groups: dict[str, list[GroupInfo]] = {}
+        for entry in entries.values():
+            if entry.info is not None:
+                groups.setdefault(entry.group_id, []).append(entry.info)
+        for infos in groups.values():
+            mean = float(_numbers(infos)["length"].mean())
+            self._env(infos[0].env).lengths.add([mean], is_trained=True)
         waits: dict[str, list[float]] = {}
         for entry in entries.values():
             waits.setdefault(entry.env, []).append(max(0.0, (header.committed_ms - entry.pushed_ms) / 1000))
@@ -252,6 +272,7 @@ class EnvStats:
         }
         if scored:
             said |= {"frac_on_policy": env.on_policy / scored, "frac_truncated": env.truncated / scored}
+        said |= {"length_distance": env.lengths.distance, "long_trained": env.lengths.long_trained}
         if env.flat:
             said["frac_flat"] = sum(env.flat) / len(env.flat)
         env.rewards, env.on_policy, env.truncated, env.flat = {}, 0, 0, []

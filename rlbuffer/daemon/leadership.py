@@ -196,6 +196,8 @@ class Leadership:
         self._teller.stats.published = {adapter: policy.version for adapter, policy in policies.items()}
         for adapter in {"", *policies}:
             batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
+        if self._config.slow == "wait":
+            batcher.set_under_way(self._store.tickets_out())
         if (why := self._trainer.busy(look, self._config) or self._filling(look)) is not None:
             self._pending.drop(batcher.sweep(step))
             self._publish({} if trainer.is_finished else batcher.allowances(step, world_size=trainer.world_size))

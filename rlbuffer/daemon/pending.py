@@ -158,7 +158,7 @@ class Pending:
         # A group that was trained before is only released: its place in the account stays.
         self._reporter.dropped(drop for drop in drops if not self._used.issuperset(drop.entry_ids))
         for drop in drops:
-            self._reporter.stats.dropped(self._entries[e] for e in drop.entry_ids if e not in self._used)
+            self._reporter.stats.dropped(drop.reason, [self._entries[e] for e in drop.entry_ids if e not in self._used])
             self._forget(drop.entry_ids)
 
     def drop_broken(self, broken: Mapping[str, str]) -> None:
@@ -175,7 +175,7 @@ class Pending:
             if entry_id in self._used:  # what waits for another use goes whole: its other parts would be nobody's
                 whole = [e for i, e in self._entries.items() if i in self._used and e.group_id == entry.group_id]
             else:
-                self._reporter.stats.dropped([entry])
+                self._reporter.stats.dropped(drop.reason, [entry])
                 self._reporter.dropped([drop])
                 self.batcher.lose(drop)
             for part in whole:

@@ -81,7 +81,7 @@ class Reporter:
         `beat`, made then, the numbers of its envs, and what somebody must cure: `own`. What `others` say of themselves
         is told here only.
         """
-        own = [*own, *([self._lesson] if self._lesson else [])]
+        own = [*own, *self.stats.problems, *([self._lesson] if self._lesson else [])]
         now = time.monotonic()
         if waiting is None or waiting.key != self._lasts[0]:
             self._lasts = None if waiting is None else waiting.key, now

@@ -29,6 +29,7 @@ class Wait(StrEnum):
     VERSION = "version"
     ENV_SHORT = "env_short"
     FILLING = "filling"
+    SLOW = "slow"
     ENV_DEAD = "env_dead"
     NOTHING_TO_LEARN = "nothing_to_learn"
     STEP_IN_HAND = "step_in_hand"
@@ -56,7 +57,7 @@ class Wait(StrEnum):
 
 NORMAL = frozenset(
     {
-        *(Wait.TRAINER_BUSY, Wait.NOT_TAKEN, Wait.TAKEOVER, Wait.ENV_SHORT, Wait.FILLING, Wait.STEP_IN_HAND),
+        *(Wait.TRAINER_BUSY, Wait.NOT_TAKEN, Wait.TAKEOVER, Wait.ENV_SHORT, Wait.FILLING, Wait.SLOW, Wait.STEP_IN_HAND),
         *(
             Wait.STARTING,
             Wait.LAST_STEP,
@@ -153,7 +154,7 @@ class Waiting(_Said):
     """The env that holds it up; several, with commas, for `PAUSED`."""
     adapter: str = ""
     groups: int = 0
-    """Groups that are missing of `env`, or that teach nothing."""
+    """Groups that are missing of `env`, that teach nothing, or that are waited for."""
     forming: int = 0
     """Groups of `env` that wait for more of their rollouts."""
     done: float = 0.0
@@ -161,7 +162,7 @@ class Waiting(_Said):
     trained: int = 0
     """Last trained step."""
     version: int = -1
-    """The version that is needed; -1: any."""
+    """The version that is needed, or that sampled what is waited for; -1: any."""
     published: int = -1
     """The version that is published; -1: none."""
     limit: int = 0
@@ -213,6 +214,7 @@ class Trouble(StrEnum):
     MEMORY = "memory"
     ARCHIVE = "archive"
     NO_LESSON = "no_lesson"
+    LONG_LOST = "long_lost"
     UNREADABLE = "unreadable"
 
 
@@ -300,6 +302,13 @@ def _sentence(w: Waiting) -> str:
                 return f"{full}. No env has sent a group that can train yet. {_because(w)}"
             formed = f" ({_forming(w)})" if w.forming else ""
             return f"{full} and waits for groups of {w.env}{formed}. {_because(w)}"
+        case Wait.SLOW:
+            some = f", {w.forming} of them forming" if w.forming else ""
+            return (
+                f"Step {w.step} is full, and waits for {_groups(w.groups)} of {w.env}{some}: sampled with version "
+                f"{w.version}, {'it' if w.groups == 1 else 'they'} would be too old for the next step. It has waited "
+                f"for {_long(w.seconds)}; batcher.slow_wait_seconds ends it."
+            )
         case Wait.ENV_DEAD:
             return (
                 f"{w.env} has sent nothing for {_long(w.seconds)}, and step {w.step} needs it. {_because(w)} To go on "
@@ -529,6 +538,12 @@ def _problem(p: Problem) -> str:
             return (
                 f"Nothing to learn: {p.detail}. If that reward is the best there is, take harder prompts, or end the "
                 "run. Else look at the rollouts, and take easier prompts or an earlier checkpoint."
+            )
+        case Trouble.LONG_LOST:
+            return (
+                f"{p.env} loses its long rollouts: {p.detail} of the longest tenth of its last groups were trained, "
+                'the others came too late for their last step. batcher.slow = "wait" trains them, with a '
+                "batcher.slow_wait_seconds that they fit into; a larger batcher.max_age loses fewer."
             )
         case Trouble.UNREADABLE:
             return (

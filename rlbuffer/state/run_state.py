@@ -118,6 +118,12 @@ class EnvState:
     dropped_tokens: Histogram = _said(
         "dropped_rollout_tokens", "Length of each rollout of a push that was dropped whole.", bounds=LENGTHS
     )
+    length_distance: float | None = _said(
+        "length_distance",
+        "Of the lengths trained from those sampled (Kolmogorov-Smirnov, 0-1), of the last 1,000 groups that were "
+        "trained or came too late.",
+    )
+    long_trained: float | None = _said("long_trained_ratio", "Trained of the longest tenth of the same groups.")
     prompt_reward: Histogram = _said(
         "prompt_reward", "Mean reward of each pushed group: how hard prompts are.", bounds=REWARDS
     )

@@ -97,6 +97,10 @@ class Keys:
         """Ticket numbers of an env that are out, with their expiry."""
         return f"{self.tag}:tickets:{env}"
 
+    def taken(self, env: str) -> str:
+        """Ticket numbers of an env that are out, with the version and the time at which each was taken."""
+        return f"{self.tag}:taken:{env}"
+
     def evaluating(self, env: str, version: int, line: int) -> str:
         """The owner of the evaluation of a version of a line on an env, or that it is done."""
         return f"{self.tag}:evaluating:{env}:{version}:{line}"

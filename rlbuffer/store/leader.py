@@ -81,6 +81,8 @@ class LeaderStore(TicketStore):
     _owner = ""
     _ends: tuple[str, ...] = ()
     """Envs that had an end when it was looked last: of those it is asked how many tickets are out."""
+    _with_tickets: tuple[str, ...] = ()
+    """Envs that had given tickets when it was asked last which are out."""
     _allowances_sent = 0
 
     # -- the lease -------------------------------------------------------------------------------------------------
@@ -224,6 +226,33 @@ class LeaderStore(TicketStore):
             paused=frozenset(map(text, paused)),
             beats={kind: heartbeats_of(sound([reply])[0], now) for kind, reply in zip(beats, replies, strict=True)},
         )
+
+    def tickets_out(self) -> dict[str, dict[int, int]]:
+        """env -> number of a ticket that lives -> the version of all weights that was announced when it was taken.
+
+        One that is taken when the pool was read already may stand here; what a worker has pushed and nobody has read
+        does, because only a leader closes its ticket.
+        """
+        keys = self.keys
+        while True:
+            envs = self._with_tickets
+
+            def ask(pipe: Any, envs: Sequence[str] = envs) -> None:
+                pipe.time()
+                pipe.hgetall(keys.numbers)
+                for env in envs:
+                    pipe.zrange(keys.tickets(env), 0, -1, withscores=True)
+                    pipe.hgetall(keys.taken(env))
+
+            time, given, *replies = self.piped(ask)
+            self._with_tickets = tuple(text(env) for env in given)
+            if set(self._with_tickets) <= {*envs}:
+                break
+        now_ms = 1000 * seconds_of(time)
+        return {
+            env: versions_of(out, taken, now_ms)
+            for env, out, taken in zip(envs, replies[::2], replies[1::2], strict=True)
+        }
 
     def reused(self) -> list[Reused]:
         """Groups that were trained and may be trained again, in the order of their first push."""
@@ -517,6 +546,17 @@ class LeaderStore(TicketStore):
         if not others and claim.step <= last:
             others = [claim.step]
         return min(others, default=0)
+
+
+def versions_of(out: Sequence[tuple[bytes, float]], taken: Mapping[bytes, bytes], now_ms: float) -> dict[int, int]:
+    """Number of a ticket that lives -> the version with which it was taken. Workers write both: what is no number is
+    no ticket."""
+    found: dict[int, int] = {}
+    for ticket, until in out:
+        version = number(taken.get(ticket, b"").partition(b" ")[0])
+        if until > now_ms and version is not None and (n := number(ticket)) is not None:
+            found[n] = version
+    return found
 
 
 def _load(client: Any, script: Script) -> None:

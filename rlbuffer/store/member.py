@@ -77,8 +77,9 @@ class TicketStore(Member):
     def close_tickets(self, env: str, numbers: Sequence[int]) -> None:
         """Deletes the tickets of ingested groups, and of numbers that no group is wanted of."""
         if numbers:
-            # A plain ZREM, because it passes at the memory limit where TICKET is refused.
-            self.look(lambda client: client.zrem(self.keys.tickets(env), *numbers))
+            # Plain commands, because they pass at the memory limit where TICKET is refused.
+            tickets, taken = self.keys.tickets(env), self.keys.taken(env)
+            self.piped(lambda pipe: pipe.zrem(tickets, *numbers).hdel(taken, *map(str, numbers)), at_once=True)
 
     def say_done(self, env: str, *, epoch: int) -> None:
         """DONE: no number is given beyond those that were. Raises RunGone; EpochChanged where it may go on."""

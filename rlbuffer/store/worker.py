@@ -110,7 +110,11 @@ class WorkerStore(TicketStore, ProducerStore):
         self, env: str, n: int, ttl_seconds: float, size: int | None, section: str, known_end: str, least: int = 0
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Keys and arguments of TICKET."""
-        keys = (self.keys.tickets(env), self.keys.allowance, self.keys.numbers, self.keys.ends, self.keys.meta)
+        names = self.keys
+        keys = (
+            *(names.tickets(env), names.allowance, names.numbers, names.ends, names.meta),
+            *(names.policy, names.taken(env)),
+        )
         ttl, size_or_none = round(1000 * ttl_seconds), "" if size is None else size
         return keys, ("take", env, n, ttl, size_or_none, section, _LONGEST_MS, least, known_end)
 

@@ -222,7 +222,15 @@ def _keys_of(name: str, keys: Keys) -> list[str]:
     """The control keys of a script, in its order; for those that no worker calls, as many as there are."""
     own = {
         "push": [keys.meta, keys.pool, f"{keys.tag}:producer:evil:u", keys.ledger, keys.garbage],
-        "ticket": [keys.tickets("vcopy"), keys.allowance, keys.numbers, keys.ends, keys.meta],
+        "ticket": [
+            keys.tickets("vcopy"),
+            keys.allowance,
+            keys.numbers,
+            keys.ends,
+            keys.meta,
+            keys.policy,
+            keys.taken("vcopy"),
+        ],
         "keep": [keys.tickets("vcopy")],
         "done": [keys.ends, keys.numbers, keys.meta],
         "telemetry": [keys.heartbeats("worker"), keys.damaged, keys.meta],

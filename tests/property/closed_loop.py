@@ -8,11 +8,13 @@ from __future__ import annotations
 import heapq
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rlbuffer.batcher.admission import ANY_ENV
+from rlbuffer.batcher.age import last_version
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at
@@ -23,12 +25,14 @@ _SHORT = re.compile(r"(?P<env>\S+) is (?P<groups>\d+) groups? short of its share
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpeed:
-    """Behaviour of an env: seconds per group (median of a lognormal), workers, rollouts per group, mean length."""
+    """Behaviour of an env: seconds per group (median of a lognormal), workers, rollouts per group, mean length; and the
+    share of its tasks that take ten times as long, with ten times the tokens."""
 
     seconds: float
     workers: int
     size: int = 4
     length: int = 100
+    slow: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -53,6 +57,20 @@ class Outcome:
     """env -> events at which the step waited for it, a worker of it had no ticket, and not one ticket was out."""
     thin: Counter[str] = field(default_factory=Counter)
     """The same as `idle`, with tickets out, but more than one fewer than the sentence says that groups are missing."""
+    sampled: dict[str, float] = field(default_factory=dict)
+    """Group that was trained or dropped -> mean tokens of its rollouts."""
+    trained: set[str] = field(default_factory=set)
+    awaited: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Group that a full step waited for -> the step, and since when."""
+    lost: list[str] = field(default_factory=list)
+    """Groups that were under way when a step was committed at which they passed their last one."""
+    lost_though_awaited: list[str] = field(default_factory=list)
+    """Those that came while their step waited, and were dropped for their age."""
+
+    @property
+    def distance(self) -> float:
+        """Of the lengths trained from those sampled."""
+        return distance([self.sampled[group] for group in self.trained], [*self.sampled.values()])
 
     @property
     def stale_percent(self) -> float:
@@ -80,7 +98,11 @@ def simulate(
     now, order = 0.0, 0
     events: list[tuple[float, int, str, object]] = []
     idle = {env: speed.workers for env, speed in envs.items()}
+    out_of: dict[str, dict[int, int]] = {env: {} for env in envs}
+    """env -> number of a ticket that lives -> its version."""
     tickets = Counter[str]()
+    came: dict[str, float] = {}
+    committed_at: dict[int, float] = {}
     allowances: dict[str, int] = {}
     trained = committed = number = 0
     training = False
@@ -98,7 +120,15 @@ def simulate(
             if step > trained + 1 + config.lookahead:
                 allowances = batcher.allowances(step, world_size=world_size)
                 return "the trainer is busy"
+            batcher.set_under_way({env: dict(numbers) for env, numbers in out_of.items()})
             decision = batcher.next(step, world_size=world_size, now=now, rng=rng)
+            for names in batcher.waited_for.values():
+                for name in names:
+                    out.awaited.setdefault(name, (step, now))
+            stale = {d.group_id for d in decision.drops if d.reason == "stale"}
+            out.lost_though_awaited += [
+                name for name in stale & out.awaited.keys() if came[name] < committed_at[out.awaited[name][0]]
+            ]
             batcher.dropped(decision.drops)
             out.dropped.update(d.reason for d in decision.drops)
             out.stale.update((d.env, step) for d in decision.drops if d.reason == "stale")
@@ -106,6 +136,10 @@ def simulate(
             if decision.plan is None:
                 return decision.waiting
             plan = decision.plan
+            out.trained |= {*plan.group_ids}
+            for env, numbers in out_of.items():
+                last = last_version(step, config.for_env(env).max_age)
+                out.lost += [f"{env}.{n}" for n, version in numbers.items() if version == last]
             out.packed += len(plan.group_ids)
             out.closed_by[plan.closed_by] += 1
             out.oldest = max(out.oldest, max(step - 1 - r.min_version for r in plan.rollouts))
@@ -119,7 +153,7 @@ def simulate(
             for env, share in budgets_at(config.budgets, step).items():
                 out.drift = max(out.drift, abs(out.tokens[env] - share * out.tokens.total()))
             batcher.committed(plan)
-            committed = step
+            committed, committed_at[step] = step, now
 
     def work() -> None:
         nonlocal number, training
@@ -128,12 +162,15 @@ def simulate(
                 idle[env] -= 1
                 tickets[env] += 1
                 number += 1
+                out_of[env][number] = trained
                 if rng.random() < loss:
-                    later(ticket_seconds, "lost", env)
+                    later(ticket_seconds, "lost", (env, number))
                 else:
-                    lengths = np.maximum(1, rng.lognormal(np.log(speed.length), 0.4, speed.size)).astype(int)
+                    scale = 10 if speed.slow and rng.random() < speed.slow else 1
+                    lengths = np.maximum(1, rng.lognormal(np.log(scale * speed.length), 0.4, speed.size)).astype(int)
                     lengths = np.minimum(lengths, config.row_tokens)
-                    later(float(rng.lognormal(np.log(speed.seconds), spread)), "group", (env, number, trained, lengths))
+                    seconds = scale * float(rng.lognormal(np.log(speed.seconds), spread))
+                    later(seconds, "group", (env, number, trained, lengths))
         if not training and trained < committed:
             training = True
             later(train_seconds, "trained", None)
@@ -154,17 +191,28 @@ def simulate(
             trained, training = trained + 1, False
             batcher.set_published(trained)
         elif kind == "lost":
-            env = str(what)
+            env, n = what  # type: ignore[misc]
+            del out_of[env][n]
             idle[env] += 1
             tickets[env] -= 1
         else:
             env, n, version, lengths = what  # type: ignore[misc]
             idle[env] += 1
             tickets[env] -= 1
+            del out_of[env][n]
             out.pushed += 1
+            came[f"{env}.{n}"] = now
+            out.sampled[f"{env}.{n}"] = float(np.mean(lengths))
             batcher.add(group_info(f"{env}.{n}", env, lengths, version), entry_id=f"{n}-0", now=now)
     out.steps, out.seconds = trained, now
     return out
+
+
+def distance(some: Sequence[float], of_all: Sequence[float]) -> float:
+    """Kolmogorov and Smirnov's: the largest between the two distributions."""
+    points = np.unique(of_all)
+    shares = [np.searchsorted(np.sort(values), points, side="right") / max(1, len(values)) for values in (some, of_all)]
+    return float(np.abs(shares[0] - shares[1]).max()) if some else 1.0
 
 
 def group_info(

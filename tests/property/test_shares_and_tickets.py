@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,3 +107,37 @@ def test_tickets_of_workers_that_die_hold_no_step_up_for_longer_than_they_live()
         outcome = simulate(config, envs_of(SPEEDS[0]), steps=15, seed=seed, loss=0.05, ticket_seconds=20.0)
         assert (outcome.stuck, outcome.steps) == ("", 15)
         assert outcome.seconds <= 15 * (20.0 + 60.0)
+
+
+LONG = {
+    "quick": EnvSpeed(seconds=0.6, workers=8, length=40),
+    "long": EnvSpeed(seconds=1.0, workers=8, length=60, slow=0.1),
+}
+
+
+@pytest.mark.parametrize("max_age", [0, 1, 2, 4])
+@pytest.mark.parametrize("settings", [{}, {"budgets": {"quick": 0.3, "long": 0.7}}, {"unit": "groups"}], ids=str)
+def test_steps_that_wait_for_slow_groups_train_lengths_as_they_are_sampled(max_age: int, settings: Any) -> None:
+    config = BatcherConfig(8192, step_groups=8, max_age=max_age, slow="wait", **settings)
+    outcome = simulate(config, LONG, steps=60, seed=max_age, spread=0.25)
+    assert (outcome.stuck, outcome.lost_though_awaited) == ("", [])
+    assert outcome.distance <= 0.02
+    # Before the first groups came nobody knows what an env sends; one that is short of its share samples one too many.
+    assert len(outcome.lost) <= 0.04 * outcome.pushed
+    oldest = simulate(replace(config, slow="drop"), LONG, steps=60, seed=max_age, spread=0.25)
+    assert max_age == 0 or oldest.distance > 0.02
+
+
+def test_nobody_waits_for_workers_that_died_and_the_others_lose_nothing() -> None:
+    config = BatcherConfig(8192, step_groups=8, max_age=1, slow="wait")
+    for seed in range(3):
+        outcome = simulate(config, LONG, steps=30, seed=seed, spread=0.25, loss=0.02, ticket_seconds=12.0)
+        assert (outcome.stuck, outcome.lost_though_awaited) == ("", [])
+        assert outcome.distance <= 0.03
+
+
+def test_a_bound_that_is_too_short_loses_them_again() -> None:
+    config = BatcherConfig(8192, step_groups=8, max_age=1, slow="wait", slow_wait_seconds=1.0)
+    outcome = simulate(config, LONG, steps=60, seed=1, spread=0.25)
+    assert outcome.lost
+    assert outcome.lost_though_awaited == []

@@ -374,6 +374,7 @@ ROWS: dict[str, Row] = {
     "set_ended": Row(call=lambda store, run: store.set_ended(0), prepare=lambda run: run.lead()),
     "reused": Row(call=lambda store, run: store.reused(), prepare=_reusable),
     "set_allowances": Row(call=lambda store, run: store.set_allowances({"a": 3}), prepare=_tickets),
+    "tickets_out": Row(call=lambda store, run: store.tickets_out(), prepare=_tickets),
     "close_tickets": Row(call=lambda store, run: store.close_tickets("a", [0]), prepare=_tickets),
     "drop": Row(call=_drop, prepare=_pool),
     "pin": Row(call=_pin, prepare=_pool),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlbuffer.records.failure import Failure
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, PlannedRollouts
+from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.metric import said_in
 from rlbuffer.state.run_state import EnvState, RunState, buffer_record, env_said
 from rlbuffer.store.records import PoolEntry
@@ -123,7 +125,7 @@ def test_a_step_becomes_ages_lengths_waits_and_shares() -> None:
     batcher.committed(plan)
     used = {use.entry_id: entries[use.entry_id] for use in plan.entries}
     envs = {"math": {"rollouts": 8, "tokens": 120, "groups": 2, "reward": 0.5, "age": 0.0, "max_age": 0}}
-    stats.dropped([entry_of(make_group(env="math", lengths=[8, 20], seed=9).info())])
+    stats.dropped(Reason.FUTURE, [entry_of(make_group(env="math", lengths=[8, 20], seed=9).info())])
     stats.drop(Drop("g", "math", Reason.FUTURE, 1, 1))
     stats.committed(plan, used, header_of(tokens=120, fill=0.75, envs=envs, committed_ms=5001), 0.004)
     run, env = said_in(RunState, stats.run), EnvState(name="math", **env_said(stats.envs["math"]))
@@ -173,3 +175,34 @@ def test_notes_stay_bounded_while_no_step_comes(monkeypatch: pytest.MonkeyPatch)
         assert len(leading.stats._pushes) < 8
     env = leading.step()
     assert (env.groups_received, env.prompt_reward["count"]) == (50, 50)
+
+
+def test_an_env_that_loses_its_long_groups_is_told_of_and_one_that_loses_some_of_each_is_not() -> None:
+    def told(lost: Callable[[int], bool]) -> tuple[EnvState, list[Problem]]:
+        """After 120 groups, each tenth of which is ten times as long."""
+        leading = Leading()
+        lengths = [200 if n % 10 == 0 else 20 for n in range(120)]
+        entries = [
+            entry_of(make_group(env="math", lengths=[length] * 2, group_id=f"math.{n}").info(), n)
+            for n, length in enumerate(lengths)
+        ]
+        for n, entry in enumerate(entries):
+            if lost(n):
+                leading.stats.dropped(Reason.STALE, [entry])
+        trained = {entry.entry_id: entry for n, entry in enumerate(entries) if not lost(n)}
+        plan = replace(plan_of([*trained.values()], 1), rollouts=PlannedRollouts(()))
+        leading.stats.committed(plan, trained, header_of(step=1), 0.0)
+        return EnvState(name="math", **env_said(leading.stats.envs["math"])), leading.stats.problems
+
+    env, problems = told(lambda n: n % 10 == 0)
+    assert (env.length_distance, env.long_trained) == (pytest.approx(0.1), 0.0)
+    assert [problem.kind for problem in problems] == [Trouble.LONG_LOST]
+    assert "math loses its long rollouts: 0% of the longest tenth" in str(problems[0])
+    env, problems = told(lambda n: n % 7 == 0)
+    assert (env.length_distance, problems) == (pytest.approx(0.0, abs=0.02), [])
+
+
+def test_groups_that_are_dropped_for_what_they_hold_say_nothing_of_time() -> None:
+    leading = Leading()
+    leading.stats.dropped(Reason.FLAT, [entry_of(make_group(env="math", lengths=[200, 200]).info())])
+    assert leading.step().length_distance is None

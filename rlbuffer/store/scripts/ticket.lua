@@ -3,7 +3,8 @@
 -- Refused at the memory limit (no allow-oom): no new groups are wanted then. Those that are out are kept by KEEP.
 --
 -- KEYS  1 tickets of the env (zset: number -> expiry, server ms)   2 allowance (hash: env -> how many, '*' for others)   3 numbers (hash)
---       4 ends (hash: see DONE)   5 meta
+--       4 ends (hash: see DONE)   5 meta   6 policy (hash: see ANNOUNCE)
+--       7 taken (hash: number -> '<version> <server ms>': what was announced of all weights when it was taken last, and when)
 -- ARGV  1 'take'   2 env   3 how many at most   4 time to live, ms
 --       5 how many tickets the env has in all, as the worker knows it; '' no end   6 the worker's section; '' for none
 --       7 longest time to live, ms: what would be out for longer was given by a clock that has been set back since. It
@@ -17,7 +18,7 @@
 --       {'DONE'} when the env has an end, all its numbers were given, and none is out
 --       {'OVER', '<attempt> <step>'} when the trainer has made its last step since the worker began
 -- Of two workers that name different ends the larger one counts, so that none stops the other early.
-local tickets_key, allowance_key, numbers_key, ends_key, meta_key = unpack(KEYS)
+local tickets_key, allowance_key, numbers_key, ends_key, meta_key, policy_key, taken_key = unpack(KEYS)
 local _, env, most, ttl, size, section, longest, least, known_end = unpack(ARGV, 1, 9)
 local function now_ms()
   local time = redis.call('TIME')
@@ -72,5 +73,10 @@ if new > 0 and string.match(next_one, '^%d+$') and #next_one <= 14 then
   local after = redis.call('HINCRBY', numbers_key, env, new)
   for i = after - new, after - 1 do taken[#taken + 1] = i end
 end
-for i = 1, #taken do redis.call('ZADD', tickets_key, expiry, string.format('%.0f', taken[i])) end
+local version = string.match(redis.call('HGET', policy_key, '') or '', '^%d+ (%d+) ') or '-1'
+for i = 1, #taken do
+  local number = string.format('%.0f', taken[i])
+  redis.call('ZADD', tickets_key, expiry, number)
+  redis.call('HSET', taken_key, number, version .. ' ' .. clock)
+end
 return taken

@@ -39,6 +39,7 @@ TYPES: Mapping[str, str] = MappingProxyType(
         ),
         **dict.fromkeys(("policy", "trainer", "workers", "scorers", "ranks", "batchers", "gateways"), "hash"),
         **dict.fromkeys(("open_group", "open_rollout", "open_keys", "open_counts"), "hash"),
+        "taken": "hash",
         **dict.fromkeys(("closed", "damaged", "tickets", "paused", "garbage"), "zset"),
         **dict.fromkeys(("open", "open_ended", "open_pushed"), "zset"),
         **dict.fromkeys(("pool", "steps", "history", "summary", "records", "eval"), "stream"),

@@ -8,6 +8,7 @@ import pytest
 from looks import allowances
 from store_runs import Run
 
+from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_plan import AdapterProgress
 
 pytest_plugins = ("store_fixtures",)
@@ -270,3 +271,27 @@ def test_what_is_no_number_of_tickets_gives_none(run, number):
     run.client.hset(run.store.keys.numbers, "a", number)
     assert take(run, 2) == []
     assert run.client.hget(run.store.keys.numbers, "a") == number.encode()
+
+
+def test_the_leader_hears_with_which_version_each_ticket_that_lives_was_taken(run):
+    allow(run, a=4, b=1)
+    number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
+    take(run, 1)
+    run.store.announce(number, PolicyVersion(version=3))
+    take(run, 1)
+    take(run, 1, "b")
+    assert run.store.tickets_out() == {"a": {1: 3}, "b": {0: 3}}, "number 0 was taken before any version was announced"
+    run.store.release_tickets("a", [1])
+    assert run.store.tickets_out()["a"] == {}
+    run.store.announce(number, PolicyVersion(version=4))
+    assert take(run, 1) == [1]
+    assert run.store.tickets_out()["a"] == {1: 4}, "it is sampled anew"
+    run.store.close_tickets("a", [1])
+    assert (run.store.tickets_out()["a"], run.client.hkeys(run.store.keys.taken("a"))) == ({}, [b"0"])
+
+
+def test_what_is_no_version_is_no_ticket_to_wait_for(run):
+    allow(run, a=1)
+    take(run, 1)
+    run.client.hset(run.store.keys.taken("a"), "0", "soon")
+    assert run.store.tickets_out()["a"] == {}

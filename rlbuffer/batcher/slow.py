@@ -1,0 +1,141 @@
+"""The groups under way that the next commit would lose: at it they pass their last step.
+
+Data of version v trains at step v + 1 + max_age at the latest. When that step is committed without a group that is
+sampled yet, all its work is lost; the more often so the longer its rollouts take, so what is trained is no fair sample
+of what was asked for. With ``slow = "wait"`` the step waits for it.
+
+Waiting alone saves nothing: the group that comes last would stand last. So what cannot wait for another step goes
+before all others (:mod:`rlbuffer.batcher.selection`), that of the lowest ticket first; and a group is waited for only
+while the step has a place for it whatever else comes, so none that was waited for is dropped for its age. That is
+nearly always: no more tickets are out than the steps up to their deadline can train (:func:`places`).
+
+Source: tinker-cookbook #822, of rollouts that take longer than `max_age` steps and are sampled again for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from rlbuffer.batcher.age import last_version
+from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.pool import ticket_order
+from rlbuffer.batcher.situation import Situation
+from rlbuffer.records.waiting import Wait, Waiting
+
+
+def awaited(known: Situation, step: int, groups: Sequence[Group]) -> dict[str, list[str]]:
+    """env -> the groups under way that a commit of `step` with `groups` would lose, and for which it has a place.
+
+    Under way is what holds a ticket that lives, and what is forming. A worker that died lets its tickets lapse, so
+    nobody waits for those.
+    """
+    config = known.config
+    if config.slow != "wait":
+        return {}
+    accounts, _ = known.adapters.settle(step, groups, config, known.published)
+    ready: dict[str, list[str]] = {}
+    absent: dict[str, set[str]] = {}
+    for env in known.known():
+        if env in known.paused:
+            continue
+        lanes, max_age = known.pool.env(env).lanes, config.for_env(env).max_age
+        last = {
+            adapter: last_version(now, max_age)
+            for adapter in {*lanes, *known.sampled(env)}
+            if (now := known.steps(step)(adapter)) < accounts.own_step(adapter, step + 1, known.published)
+        }
+        ready[env] = [group.group_id for a, lane in lanes.items() if a in last for group in lane.ready.of(last[a])]
+        absent[env] = {group.group_id for a, lane in lanes.items() if a in last for group in lane.forming.of(last[a])}
+        absent[env] |= {*_tickets(known, env, last)}
+    places = max(len(groups), config.step_groups)
+    total = sum(map(len, ready.values())) + sum(map(len, absent.values()))
+    out: dict[str, list[str]] = {}
+    for env, names in absent.items():
+        own = sorted([*ready[env], *names], key=ticket_order)
+        free = places - (total - len(own))
+        """Places that are left to this env where all that cannot wait of the others comes, too."""
+        if found := [name for name in own[: max(0, free)] if name in names]:
+            out[env] = found
+    return out
+
+
+def reason(known: Situation, step: int, awaited: Mapping[str, Sequence[str]], seconds: float) -> Waiting:
+    """What a full step says that has waited for `seconds`."""
+    env, names = max(awaited.items(), key=lambda item: (len(item[1]), item[0]))
+    return Waiting(
+        kind=Wait.SLOW,
+        step=step,
+        env=env,
+        version=last_version(step, known.config.for_env(env).max_age),
+        groups=len(names),
+        forming=sum(map(known.pool.is_known, names)),
+        seconds=float(round(seconds)),
+    )
+
+
+def places(
+    known: Situation,
+    step: int,
+    allowed: Mapping[str, int],
+    *,
+    groups: float,
+    least: Collection[str],
+    taken: Collection[Group] = (),
+) -> dict[str, int]:
+    """`allowed` (env -> tickets that may be out), so few that all of them can train in time: of what is here and under
+    way no more is due by a step than the steps until then hold.
+
+    Shares alone do not see to it: they move with what is ready, and each env's is counted by itself.
+
+    Args:
+        groups: that a step holds.
+        least: envs that the open step waits for. One that is short of its share, or any where nothing is under way,
+            gets a ticket whatever is due: else the step would never be full.
+        taken: groups that the step before has taken, which are not gone from the pool yet.
+    """
+    due: Counter[int] = Counter()
+    """Last step at which a group can train -> groups."""
+    for env in known.known():
+        max_age = known.config.for_env(env).max_age
+        for lane in known.pool.env(env).lanes.values():
+            for index in (lane.ready, lane.forming):
+                due.update({version + 1 + max_age: count for version, count in index.counts()})
+        due.update(version + 1 + max_age for version in _out(known, env).values())
+    due.subtract(group.min_version + 1 + known.config.for_env(group.env).max_age for group in taken if not group.used)
+    out = dict(allowed)
+    by_deadline: dict[int, list[str]] = {}
+    newest = known.published.get("", step - 1)
+    for env in allowed:
+        by_deadline.setdefault(newest + 1 + known.config.for_env(env).max_age, []).append(env)
+    granted = 0
+    for deadline, envs in sorted(by_deadline.items()):
+        there = sum(count for last, count in due.items() if step <= last <= deadline)
+        room = max(0, math.floor(groups * (deadline + 1 - step) + 1e-9) - there - granted)
+        more = {env: max(0, allowed[env] - len(_out(known, env))) for env in envs}
+        total = sum(more.values())
+        few = {env: more[env] * room // total if total > room else more[env] for env in envs}
+        for env in sorted(envs, key=lambda env: (few[env] - more[env], env)):  # who was cut most gets what is left
+            few[env] += few[env] < more[env] and sum(few.values()) < room
+        granted += sum(few.values())
+        out |= {env: min(allowed[env], len(_out(known, env)) + few[env]) for env in envs}
+    comes = granted or any(_out(known, env) or known.pool.env(env).forming for env in known.known())
+    needed = [env for env in sorted(least) if env in known.short] or ([] if comes else sorted(least)[:1])
+    return out | {env: max(1, out[env]) for env in needed if env in out and allowed[env]}
+
+
+def _out(known: Situation, env: str) -> dict[int, int]:
+    """Tickets of which nothing has come -> their version."""
+    tickets = known.under_way.get(env, {})
+    return {number: version for number, version in tickets.items() if not known.pool.is_known(f"{env}.{number}")}
+
+
+def _tickets(known: Situation, env: str, last: Mapping[str, int]) -> Iterator[str]:
+    """Groups of which nothing has come, that are sampled with what trains at this step for the last time. A ticket does
+    not say which adapter it is for: of an env that samples others than all weights they are not known."""
+    if "" not in last or known.sampled(env) != [""]:
+        return
+    for number, version in _out(known, env).items():
+        if version == last[""]:
+            yield f"{env}.{number}"
