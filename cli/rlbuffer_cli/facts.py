@@ -13,9 +13,12 @@ from rich.text import Text
 
 from rlbuffer.client.agent_calls import call_count, call_of
 from rlbuffer.client.buffer import Buffer
+from rlbuffer.client.details import GroupDetail
+from rlbuffer.client.group_view import GroupView
+from rlbuffer.client.rollout_view import RolloutView, Underway
 from rlbuffer.client.spoken import Said, in_line, question_among
+from rlbuffer.client.step_view import StepView
 from rlbuffer.client.texts import Texts
-from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView, Underway
 from rlbuffer.errors import NotFound
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import ClosedBy, State

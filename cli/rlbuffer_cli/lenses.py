@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlbuffer.client.group_view import GroupView
+from rlbuffer.client.rollout_view import RolloutView
 from rlbuffer.client.trainer_values import NONE, TrainerValues
-from rlbuffer.client.views import GroupView, RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State
 from rlbuffer.state.text import printable

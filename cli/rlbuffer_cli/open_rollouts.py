@@ -10,11 +10,12 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from rlbuffer.client.agent_calls import calls_in
-from rlbuffer.client.details import view_of
+from rlbuffer.client.details import GroupDetail
+from rlbuffer.client.group_view import GroupNumbers, group_view, mean
 from rlbuffer.client.open_groups import OpenGroup, unpushed_rollouts
+from rlbuffer.client.rollout_view import RolloutView, Underway, view_of
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.spoken import ROLES
-from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, Underway
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.gateway.rollouts import rollout_of
 from rlbuffer.records.group import infos_of
@@ -154,22 +155,20 @@ def detail_of(store: Viewer, group: OpenGroup) -> GroupDetail:
         members.append(_member(Underway(opened, now), calls, version))
     oldest = [rollout.oldest_version for rollout in group.rollouts if rollout.oldest_version is not None]
     rewards = tuple(member.reward for member in members if member.reward is not None)
-    first = group.rollouts[0]
     about: Mapping[str, Any] = group.about
-    view = GroupView(
+    numbers = GroupNumbers(
         group_id=group.group_id,
-        env=first.env,
-        state=State.FORMING,
+        env=group.rollouts[0].env,
         rollouts=len(members),
         planned_size=len(members),
         tokens=sum(member.length or member.loss_tokens for member in members),
         min_version=min(oldest, default=version),
         max_version=max((member.max_version for member in members), default=version),
         prompt_id=str(about.get("prompt_id") or ""),
-        reward=sum(rewards) / len(rewards) if rewards else None,
+        reward=mean(rewards),
         rewards=rewards,
-        age=max(0, version - min(oldest)) if oldest else None,
     )
+    view = group_view(numbers, state=State.FORMING, version=version if oldest else None, until=None)
     metadata = about.get("metadata")
     return GroupDetail(
         view=view,

@@ -10,9 +10,10 @@ import click
 from rich.console import RenderableType
 from rich.text import Text
 
+from rlbuffer.client.details import GroupDetail
 from rlbuffer.client.filters import parse
+from rlbuffer.client.rollout_view import RolloutView
 from rlbuffer.client.searching import with_text
-from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli import facts

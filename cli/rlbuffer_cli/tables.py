@@ -10,8 +10,11 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from rlbuffer.client.agent_calls import calls_in
+from rlbuffer.client.details import GroupDetail
+from rlbuffer.client.group_view import GroupView
+from rlbuffer.client.rollout_view import RolloutView
 from rlbuffer.client.run_state import read_run_state
-from rlbuffer.client.views import GroupDetail, GroupView, RolloutView, StepView
+from rlbuffer.client.step_view import StepView
 from rlbuffer.records.info import folded
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import State

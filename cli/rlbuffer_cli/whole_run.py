@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rlbuffer.client.details import view_of
+from rlbuffer.client.details import GroupDetail
 from rlbuffer.client.filters import parse
+from rlbuffer.client.group_view import GroupView, consumed_view, dropped_view
+from rlbuffer.client.groups import GroupSource
 from rlbuffer.client.open_groups import open_group, open_group_by_prefix
+from rlbuffer.client.rollout_view import RolloutView, StepPlace, left_out_in_words, places_of, view_of
 from rlbuffer.client.searching import list_details, list_sources, shortest_rollouts
 from rlbuffer.client.spoken import question_among
+from rlbuffer.client.step_view import StepView, step_view
 from rlbuffer.client.texts import Texts, tokenizer_directory
-from rlbuffer.client.views import (
-    GroupDetail,
-    GroupSource,
-    GroupView,
-    RolloutView,
-    StepPlace,
-    StepView,
-    dropped_view,
-    left_out_in_words,
-    step_view,
-)
 from rlbuffer.errors import ArchiveError, NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.records.group import infos_of
-from rlbuffer.records.info import RolloutInfo, RolloutNumbers, folded
+from rlbuffer.records.info import folded
 from rlbuffer.records.states import State
 from rlbuffer_cli.open_rollouts import detail_of as open_detail
 
@@ -194,74 +185,39 @@ class WholeRun:
 
 def detail_of(archive: Archive, group: ArchivedGroup) -> GroupDetail:
     """A group of the archive as `inspect` shows groups."""
-    rows = {} if group.step is None else archive.row_numbers(group.step)
-    members = tuple(_member(member, rows) for member in group.members)
+    header, parts = (None, ()) if group.step is None else archive.step(group.step)
+    places = places_of(parts, group.group_id)
+    members = tuple(_member(archived, places) for archived in group.members)
     return GroupDetail(
-        view=_view(archive, group, members), members=members, answer=group.answer, metadata=group.metadata
+        view=_view(group, header, members), members=members, answer=group.answer, metadata=group.metadata
     )
 
 
-def _view(archive: Archive, group: ArchivedGroup, members: Sequence[RolloutView]) -> GroupView:
-    """By its record in the history, as a server shows a dropped group, and by the rollouts that are there."""
-    used = [member for member in members if not member.left_out]
-    unused = "" if used else next((member.left_out for member in members), "")
-    used = used or [*members]
-    oldest = min((member.min_version for member in used), default=0)
-    if (dropped := group.dropped) is not None:
-        record = {**dropped.record, **asdict(dropped), "at": dropped.at_ms / 1000}
-        view = dropped_view(record, dropped.committed)
-    else:
-        view = GroupView(
-            group_id=group.group_id,
-            env=group.env,
-            state=State.DROPPED if unused else State.TRAINED,
-            reason=unused,
-            rollouts=len(used),
-            age=None if group.step is None else archive.version_trained(group.step, _adapter(group)) - oldest,
-            tokens=sum(member.length for member in used),
-            step=group.step,
-            detail=left_out_in_words(members),
-            min_version=oldest,
-            max_version=0,
-        )
-    if not members:
-        return view
-    row, scored = group.members[0].row, tuple(member.reward for member in used if member.reward is not None)
-    pushed = min(int(member.row["pushed_ms"]) for member in group.members) / 1000
-    return replace(
-        view,
-        prompt_id=view.prompt_id or row.get("prompt_id") or "",
-        planned_size=view.planned_size or row.get("planned_size") or 0,
-        reward=fmean(scored) if scored else view.reward,
-        rewards=scored,
-        created=view.created or pushed or None,
-        worker=view.worker or row.get("worker") or "",
-        max_version=max((member.max_version for member in used), default=view.max_version),
-        adapter=_adapter(group),
-    )
+def _view(group: ArchivedGroup, header: StepHeader | None, members: Sequence[RolloutView]) -> GroupView:
+    """By its record in the history, or by its step, as a server's groups."""
+    rollouts = [archived.refs for archived in group.members]
+    if group.dropped is not None:
+        infos = [folded([ref.info for ref in refs]) for refs in rollouts]
+        return dropped_view(group.dropped.whole_record, group.dropped.committed, infos)
+    assert header is not None  # of a group that was not dropped
+    used = [refs for refs, member in zip(rollouts, members, strict=True) if not member.left_out]
+    view = consumed_view(chain.from_iterable(used or rollouts), header, trained=header.step)
+    if not used:
+        view = replace(view, state=State.DROPPED, reason=members[0].left_out)
+    return replace(view, detail=left_out_in_words(members))
 
 
-def _adapter(group: ArchivedGroup) -> str:
-    return next((str(member.row.get("adapter") or "") for member in group.members), "")
-
-
-def _member(archived: ArchivedRollout, rows: Mapping[tuple[int, int], int]) -> RolloutView:
-    row, rows_of = archived.row, archived.rows
-    number = rows.get((row["rank"], row["place"]))
+def _member(archived: ArchivedRollout, places: Mapping[tuple[str, int], StepPlace]) -> RolloutView:
+    row, refs = archived.row, archived.refs
     try:
         rollout = archived.rollout
     except PayloadError:
         rollout = None
-    info = infos_of([rollout])[0] if rollout is not None else folded([RolloutInfo(**_numbers(its)) for its in rows_of])
-    place = None if number is None else StepPlace(row["rank"], number)
-    return replace(
-        view_of(info, rollout, row["advantage"], row["step"], place),
-        finish_reason=row["finish_reason"],
-        text=row["text"],
-        left_out=row.get("left_out") or "",
+    view = view_of(
+        folded([ref.info for ref in refs]),
+        rollout,
+        row["advantage"],
+        None if row["rank"] is None else row["step"],
+        places.get((refs[0].payload_key, refs[0].index)),
     )
-
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that an archived sequence has."""
-    return {part.name: row[part.name] for part in fields(RolloutNumbers) if part.name in row}
+    return replace(view, left_out=row.get("left_out") or "")

@@ -187,7 +187,9 @@ def _class(node: ast.ClassDef, names: Names, level: str) -> Iterator[str]:
     functions = [inner for inner in node.body if isinstance(inner, ast.FunctionDef) and not _is_overload(inner)]
     hidden = INTERNAL.get(node.name, set())
     made = [inner for function in functions if function.name == "__init__" for inner in function.body]
+    unlisted = [base for base in map(ast.unparse, node.bases) if base in names.definitions and base not in KNOWN]
     found = [
+        *(row for base in unlisted for row in _attributes(names.definitions[base].body, names)),
         *_attributes(node.body, names),
         *_attributes(made, names),
         *(row for f in functions for row in _property(f)),

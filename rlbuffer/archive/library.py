@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -27,14 +27,15 @@ from rlbuffer.archive.schema import (
     steps_names,
 )
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound, PayloadError
+from rlbuffer.records.info import RolloutInfo, RolloutNumbers
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.text import several_ids
 from rlbuffer.store.history import Committed, Dropped, RunRewound, StepsVoided, TrainerStarted
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.part_rollouts import StepPart
+from rlbuffer.store.records import PartRollout
 from rlbuffer.store.step_format import decode_header, decode_part
 from rlbuffer.wire.payload import decode_group_payload, decode_whole
 
@@ -94,6 +95,13 @@ class DroppedGroup:
     record: Mapping[str, Any]
     """Its whole record in the history; empty for a group of a step that was taken back, which has none of its own."""
 
+    @property
+    def whole_record(self) -> Mapping[str, Any]:
+        """The record as the server's history has it, with what a group of a step that was taken back has in place of
+        one."""
+        same = ("group_id", "env", "reason", "detail", "rollouts", "tokens", "reward", "min_version")
+        return {**self.record, **{name: getattr(self, name) for name in same}, "at": self.at_ms / 1000}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchivedRollout:
@@ -111,6 +119,11 @@ class ArchivedRollout:
     def rollout_id(self) -> str:
         """Unique in its group."""
         return str(self.row["rollout_id"])
+
+    @property
+    def refs(self) -> list[PartRollout]:
+        """Its sequences as a step's part names them."""
+        return [_ref_of(row, len(self.rows)) for row in self.rows]
 
     @property
     def payloads(self) -> list[bytes | None]:
@@ -159,10 +172,8 @@ class Archive:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._names = steps_names(self.folder)
-        self._row_numbers: tuple[int, dict[tuple[int, int], int]] = (0, {})
-        """The step whose rows were asked for last, and these."""
-        self._last_header: tuple[int, StepHeader | None] = (0, None)
-        """The step whose header was asked for last, and this."""
+        self._last: tuple[StepHeader, tuple[StepPart, ...]] | None = None
+        """The step that was asked for last: its groups are looked at one after the other."""
         if not self._names and not history_names(self.folder):
             raise ArchiveError(f"{self.folder} holds no archive: it has no file steps-*.parquet")
 
@@ -215,10 +226,13 @@ class Archive:
 
     def step(self, number: int) -> tuple[StepHeader, tuple[StepPart, ...]]:
         """The header and the parts of a step that counts. Raises NotFound."""
-        archived = self._archived(number)
-        rows = self._table(archived.file, ("digest", "committed_ms", "header", "parts"))
-        row = next(row for row in rows if row["digest"] == archived.digest)
-        return _header(row), tuple(decode_part(part, Keys(self.run).payload_prefix) for part in row["parts"])
+        if self._last is None or self._last[0].step != number:
+            archived = self._archived(number)
+            rows = self._table(archived.file, ("digest", "committed_ms", "header", "parts"))
+            row = next(row for row in rows if row["digest"] == archived.digest)
+            prefix = Keys(self.run).payload_prefix
+            self._last = _header(row), tuple(decode_part(part, prefix) for part in row["parts"])
+        return self._last
 
     def rollouts(self, step: int, *, left_out: bool = False) -> Iterator[ArchivedRollout]:
         """The rollouts of a step, by group, or those that its groups hold besides, with why they were left out.
@@ -280,29 +294,6 @@ class Archive:
         if archived is None:
             raise NotFound(f"the archive {self.folder} has no step {number}")
         return archived
-
-    def version_trained(self, step: int, adapter: str) -> int:
-        """The policy version that a step that counts has trained. Raises NotFound for another step."""
-        if self._last_header[0] != step or self._last_header[1] is None:
-            self._last_header = step, self.headers([self._archived(step)])[0]
-        _, header = self._last_header
-        assert header is not None
-        return version_trained(header.adapters, adapter, step)
-
-    def row_numbers(self, step: int) -> Mapping[tuple[int, int], int]:
-        """(rank, place) -> row of that rank, from 0, of each rollout of a step that counts; empty for another step."""
-        if self._row_numbers[0] != step:
-            archived = next((s for s in self.steps if s.step == step), None)
-            rows = () if archived is None else self._table(archived.file)
-            parts = [decode_part(part) for row in rows if row["step"] == step for part in row["parts"]]
-            numbers = {
-                (part.rank, place): number
-                for part in parts
-                for number, row in enumerate(row for rows in part.rows for row in rows)
-                for place in row
-            }
-            self._row_numbers = step, numbers
-        return self._row_numbers[1]
 
     def dropped(self) -> Iterator[DroppedGroup]:
         """Every drop, the oldest first."""
@@ -401,7 +392,9 @@ class Archive:
             rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
             return group_of(rows, group_id, place.env, None, place)
         rows = [row for row in self._rows_of(place) if row["group_id"] == group_id]
-        return group_of(rows, group_id, str(rows[0]["env"]) if rows else "", place, None)
+        if not rows:
+            raise ArchiveError(f"the archive {self.folder} lacks the rollouts of group {group_id!r} of step {place}")
+        return group_of(rows, group_id, str(rows[0]["env"]), place, None)
 
     def _places(self, prefix: str) -> dict[str, int | DroppedGroup]:
         """Group id that begins so -> the last step that trained it, else its drop."""
@@ -451,6 +444,26 @@ def _groups_in(rows: Iterable[Mapping[str, Any]], step: int) -> Iterator[Archive
         by_group.setdefault(row["group_id"], []).append(row)
     for group_id, its in by_group.items():
         yield group_of(its, group_id, str(its[0]["env"]), step, None)
+
+
+def _ref_of(row: Mapping[str, Any], sequences: int) -> PartRollout:
+    """A row's sequence, of a rollout of so many."""
+    numbers = {part.name: row[part.name] for part in fields(RolloutNumbers) if part.name in row}
+    return PartRollout(
+        payload_key=row["payload_key"],
+        index=row["index"],
+        info=RolloutInfo(**numbers),
+        group_id=row["group_id"],
+        env=row["env"] or "",
+        adapter=row["adapter"] or "",
+        advantage=row["advantage"] or 0.0,
+        sequence=row["sequence"] or 0,
+        sequences=sequences,
+        prompt_id=row["prompt_id"] or "",
+        planned_size=row["planned_size"] or 0,
+        worker=row["worker"] or "",
+        pushed_ms=row["pushed_ms"] or 0,
+    )
 
 
 def _header(row: Mapping[str, Any]) -> StepHeader:

@@ -5,9 +5,11 @@ Open first: `buffer`.
 """
 
 from rlbuffer.client.buffer import Buffer, Policy, connect
+from rlbuffer.client.details import GroupDetail
+from rlbuffer.client.group_view import GroupView
 from rlbuffer.client.reader import Reader
+from rlbuffer.client.step_view import StepView
 from rlbuffer.client.stream import Stream, Taken
-from rlbuffer.client.views import GroupDetail, GroupView, StepView
 from rlbuffer.client.writer import Writer
 from rlbuffer.store.records import Ledger, Report
 

@@ -19,13 +19,14 @@ from types import TracebackType
 from typing import Any
 
 from rlbuffer.client.arguments import duration, file_path, function, names, text, whole_number
-from rlbuffer.client.details import find_group
+from rlbuffer.client.details import GroupDetail, find_group
+from rlbuffer.client.group_view import GroupView
 from rlbuffer.client.reader import Reader, check_feeds
 from rlbuffer.client.refusals import PATIENCE_SECONDS, Away
 from rlbuffer.client.searching import list_groups
+from rlbuffer.client.step_view import StepView, view_step
 from rlbuffer.client.stream import Stream
 from rlbuffer.client.texts import Texts, tokenizer_directory
-from rlbuffer.client.views import GroupDetail, GroupView, StepView, view_step
 from rlbuffer.client.writer import Terms, Writer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.settings import RunSettings

@@ -4,34 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, count, islice
-from statistics import fmean
 from typing import Any
 
+from rlbuffer.client.group_view import GroupView, with_rollouts
+from rlbuffer.client.groups import GroupSource, every_group, left_out_of
 from rlbuffer.client.kept_pushes import dropped_pushes
-from rlbuffer.client.views import (
-    GroupDetail,
-    GroupSource,
-    GroupView,
-    RolloutView,
-    StepPlace,
-    every_group,
-    left_out_in_words,
-    left_out_of,
-    logprob_mean,
-)
+from rlbuffer.client.rollout_view import RolloutView, left_out_in_words, places_of, rollout_view, view_of
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.records.columns import trained_advantage
-from rlbuffer.records.failure import Failure
 from rlbuffer.records.group import Group, infos_of
-from rlbuffer.records.info import GroupInfo, RolloutInfo, folded, numbers_of
-from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.states import Reason, State
 from rlbuffer.state.text import several_ids
+from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.records import PartRollout, PoolEntry, by_rollout
 from rlbuffer.store.viewer import Viewer
 from rlbuffer.wire import payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDetail:
+    """One group whole."""
+
+    view: GroupView
+    members: tuple[RolloutView, ...]
+    answer: Any
+    metadata: Mapping[str, Any]
+
+    def tree(self) -> tuple[RolloutView, ...]:
+        """Its rollouts, each followed by its sequences where it has several."""
+        return tuple(view for member in self.members for view in (member, *member.sequences()))
 
 
 def find_group(store: Viewer, group_id: str) -> GroupDetail:
@@ -71,15 +74,21 @@ def detail_of(
         return _dropped_detail(view, list(dropped_pushes(store, view, keys.get(view.group_id, ()), [])))
     left = store.unused().get(view.step) if view.step is not None else None
     unused = left.rollout_ids if left is not None else ()
-    refs = stand_ins(sources) if sources or view.step is None else _in_step(store, view, unused)
-    places = _places(store, view) if refs and view.step is not None else {}
+    parts = [] if view.step is None else _parts_of(store, view.step)
+    refs = stand_ins(sources) if sources or view.step is None else _named(parts, view.group_id, unused)
+    places = places_of(parts, view.group_id)
     rollouts = by_rollout(refs)
     payloads = iter(store.read_payloads([*chain.from_iterable(rollouts)]) if refs else [])
     members = tuple(
-        rollout_view(its, view.step, places.get((its[0].payload_key, its[0].index)), [*islice(payloads, len(its))])
-        for its in rollouts
+        rollout_view(
+            sequences,
+            view.step,
+            places.get((sequences[0].payload_key, sequences[0].index)),
+            [*islice(payloads, len(sequences))],
+        )
+        for sequences in rollouts
     )
-    members = tuple(replace(its, left_out=Reason.UNUSED) if its.rollout_id in unused else its for its in members)
+    members = tuple(replace(m, left_out=Reason.UNUSED) if m.rollout_id in unused else m for m in members)
     if view.step is not None and view.state is not State.DROPPED:
         members += tuple(_left_out(store, view.step, refs))
         view = replace(view, detail=left_out_in_words(members))
@@ -87,40 +96,28 @@ def detail_of(
     return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)
 
 
-def _in_step(store: Viewer, view: GroupView, rollout_ids: Sequence[str]) -> list[PartRollout]:
-    """These rollouts of a group as its step names them; none of a step that was retired."""
+def _parts_of(store: Viewer, step: int) -> list[StepPart]:
+    """The parts of a step; none of one that was retired."""
     try:
-        parts = store.read_parts(view.step or 0)
+        return store.read_parts(step)
     except (StepRetired, NotFound):
         return []
-    members = (ref for part in parts for ref in part.rollouts if ref.group_id == view.group_id)
+
+
+def _named(parts: Sequence[StepPart], group_id: str, rollout_ids: Sequence[str]) -> list[PartRollout]:
+    """These rollouts of a group as the parts name them."""
+    members = (ref for part in parts for ref in part.rollouts if ref.group_id == group_id)
     return [ref for ref in members if ref.info.rollout_id in rollout_ids]
 
 
 def _dropped_detail(view: GroupView, pushes: Sequence[Group]) -> GroupDetail:
     pairs = [pair for push in pushes for pair in zip(push.info().rollouts, push.rollouts, strict=True)]
-    scored = tuple(info.reward for info, _ in pairs if info.reward is not None)
     return GroupDetail(
-        view=replace(view, reward=fmean(scored), rewards=scored) if scored else view,
+        view=with_rollouts(view, [info for info, _ in pairs]),
         members=tuple(view_of(info, rollout) for info, rollout in pairs),
         answer=pushes[0].answer if pushes else None,
         metadata=pushes[0].metadata if pushes else {},
     )
-
-
-def _places(store: Viewer, view: GroupView) -> dict[tuple[str, int], StepPlace]:
-    """(payload key, index) -> place in the step, of the group's rollouts; none of a step that was retired just now."""
-    try:
-        parts = store.read_parts(view.step or 0)
-    except StepRetired:
-        return {}
-    return {
-        (part.rollouts[i].payload_key, part.rollouts[i].index): StepPlace(part.rank, number)
-        for part in parts
-        for number, row in enumerate(row for rows in part.rows for row in rows)
-        for i in row
-        if part.rollouts[i].group_id == view.group_id
-    }
 
 
 def _left_out(store: Viewer, step: int, refs: Sequence[PartRollout]) -> Iterator[RolloutView]:
@@ -165,41 +162,6 @@ def _pending(entry: PoolEntry, info: GroupInfo) -> Iterator[PartRollout]:
                 sequence=number,
                 sequences=len(rollout.sequences),
             )
-
-
-def rollout_view(
-    refs: Sequence[PartRollout], step: int | None, place: StepPlace | None, payloads: Sequence[bytes | None]
-) -> RolloutView:
-    """A rollout at its place, with the encoded payloads of its sequences where they are there."""
-    infos = [ref.info for ref in refs]
-    try:
-        rollout = payload.decode_whole(payloads, infos)
-    except PayloadError:
-        rollout = None
-    return view_of(folded(infos), rollout, refs[0].advantage if step is not None else None, step, place)
-
-
-def view_of(
-    info: RolloutInfo,
-    rollout: Rollout | None,
-    advantage: float | None = None,
-    step: int | None = None,
-    place: StepPlace | None = None,
-) -> RolloutView:
-    """A rollout at its place, with its payload where it is there."""
-    return RolloutView(
-        **numbers_of(info),
-        advantage=trained_advantage(advantage, rollout.columns, rollout.loss_mask)
-        if advantage is not None and rollout is not None
-        else advantage,
-        finish_reason=rollout.finish_reason if rollout is not None else "",
-        logprob_mean=None if rollout is None else logprob_mean(rollout.sequences),
-        text=rollout.text if rollout is not None else None,
-        rollout=rollout,
-        step=step,
-        place=place,
-        failure=rollout.failure if rollout is not None else Failure(info.failure) if info.failure else None,
-    )
 
 
 def _group_payload(store: Viewer, refs: Sequence[PartRollout]) -> tuple[Any, Mapping[str, Any]]:

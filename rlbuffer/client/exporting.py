@@ -7,8 +7,9 @@ from typing import Any
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.details import stand_ins
+from rlbuffer.client.group_view import GroupView
+from rlbuffer.client.groups import left_out_of, pending_groups
 from rlbuffer.client.kept_pushes import dropped_pushes, group_of
-from rlbuffer.client.views import GroupView, left_out_of, pending_groups
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.records.group import Group
 from rlbuffer.records.states import State

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlbuffer.client.views import GroupView
+from rlbuffer.client.group_view import GroupView
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.group import Group
 from rlbuffer.store.viewer import Viewer

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlbuffer.client.filters import parse
+from rlbuffer.client.groups import pending_groups
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.searching import TextOf, matching
-from rlbuffer.client.views import pending_groups
 from rlbuffer.records.states import Reason, State
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.records import PoolEntry

@@ -13,10 +13,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
-from rlbuffer.client.details import detail_of, rollout_view, stand_ins
+from rlbuffer.client.details import GroupDetail, detail_of, stand_ins
 from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, parse
+from rlbuffer.client.group_view import GroupView
+from rlbuffer.client.groups import GroupSource, every_group
+from rlbuffer.client.rollout_view import RolloutView, logprob_mean, rollout_view
 from rlbuffer.client.texts import HasTokens
-from rlbuffer.client.views import GroupDetail, GroupSource, GroupView, RolloutView, every_group, logprob_mean
 from rlbuffer.errors import FilterError, PayloadError, RlbufferError
 from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.info import folded

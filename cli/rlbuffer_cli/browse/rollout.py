@@ -12,9 +12,10 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 from textual.widgets import Static
 
+from rlbuffer.client.details import GroupDetail
+from rlbuffer.client.rollout_view import RolloutView
 from rlbuffer.client.texts import Texts
 from rlbuffer.client.trainer_values import NONE, TrainerValues
-from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.pages import Prose

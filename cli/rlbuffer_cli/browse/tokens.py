@@ -16,8 +16,8 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
+from rlbuffer.client.rollout_view import RolloutView
 from rlbuffer.client.texts import Texts
-from rlbuffer.client.views import RolloutView
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.facts import Section, sections

@@ -23,7 +23,7 @@ STDOUT = "-"
 if TYPE_CHECKING:
     from rlbuffer.archive.library import ArchivedGroup
     from rlbuffer.client.buffer import Buffer
-    from rlbuffer.client.views import GroupDetail
+    from rlbuffer.client.details import GroupDetail
     from rlbuffer.records.group import Group
 
 

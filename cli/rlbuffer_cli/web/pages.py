@@ -22,9 +22,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from rlbuffer.client.details import GroupDetail
+from rlbuffer.client.rollout_view import RolloutView
 from rlbuffer.client.texts import Texts
 from rlbuffer.client.trainer_values import NONE, KeptValues, TrainerValues
-from rlbuffer.client.views import GroupDetail, RolloutView
 from rlbuffer.process.files import write_whole
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from rich.text import Text
 
 from rlbuffer.client.run_state import read_run_state
-from rlbuffer.client.views import StepView
+from rlbuffer.client.step_view import StepView
 from rlbuffer.errors import FilterError, NotFound
 from rlbuffer.records.states import State
 from rlbuffer.state.run_state import RunState

@@ -110,7 +110,6 @@ def test_an_archived_rollout_has_the_place_in_its_step_that_it_had_on_the_server
     details = [detail_of(archive, archive.find(group_id)) for group_id in ("a.0", "a.1", "b.2")]
     assert {m.rollout_id: m.place for detail in details for m in detail.members} == expected
     assert None not in expected.values()
-    assert archive.row_numbers(9) == {}
 
 
 def test_steps_that_were_taken_back_do_not_count(run: Run, tmp_path: Path) -> None:
@@ -146,6 +145,20 @@ def test_a_dropped_group_is_in_the_archive_what_it_was_on_the_server(run: Run, t
     rollouts.unlink()
     archive = Archive(archive.folder)
     assert detail_of(archive, archive.find("a.2")).view == replace(there, reward=None, rewards=(), max_version=0)
+
+
+def test_a_trained_group_is_in_the_archive_what_it_was_on_the_server(run: Run, tmp_path: Path) -> None:
+    settled(run)
+    group_ids = ("a.0", "b.1", "a.2")
+    run.step("a.0", "b.1")
+    run.push("a.2", prompt_id="a prompt", worker="w-7", adapter="x", size=3)
+    run.commit()
+    run.train(2)
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        there = [buffer.group(group_id).view for group_id in group_ids]
+    assert [(view.state, view.uses, view.waited_seconds is None) for view in there] == [("trained", 1, False)] * 3
+    archive = archived(run, tmp_path / "archive")
+    assert [detail_of(archive, archive.find(group_id)).view for group_id in group_ids] == there
 
 
 def test_every_group_comes_out_and_each_file_is_read_once(

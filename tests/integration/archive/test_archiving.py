@@ -124,6 +124,7 @@ def test_a_rollout_that_its_group_is_trained_without_is_archived_with_the_reason
     detail = detail_of(archive, archive.find("a.long"))
     assert (detail.view.rollouts, len(detail.members)) == (2, 4)
     assert detail.view.detail == "left out: 1 oversized, 1 failed (tool 1)"
+    assert [member.step for member in detail.members] == [1, 1, None, None]
     assert [its.failure for its in detail.members] == [None, None, None, failed.failure]
     (exported,) = pushes_of(next(archive.all_groups()).members, [])
     assert (exported.rollouts, exported.planned_size) == (group.rollouts, 4)

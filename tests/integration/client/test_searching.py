@@ -13,8 +13,8 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client import searching
+from rlbuffer.client.groups import every_group
 from rlbuffer.client.operations import choose
-from rlbuffer.client.views import every_group
 from rlbuffer.errors import FilterError, RlbufferError
 from rlbuffer.testing import make_group
 
@@ -162,6 +162,13 @@ def test_a_dropped_group_has_its_rollouts_until_they_are_swept(run: Run, buffer:
     assert listed == detail
     run.client.delete(*buffer.store.dropped_payloads(["b.2"])["b.2"])
     assert buffer.group("b.2").members == ()
+
+
+def test_a_dropped_group_names_the_adapter_that_it_would_have_trained(run: Run, buffer: rlbuffer.Buffer) -> None:
+    run.push("c.0", adapter="x")
+    run.drop("stale", [entry for entry in run.pool() if entry.group_id == "c.0"])
+    (view,) = buffer.groups("adapter:x state:dropped")
+    assert (view.group_id, view.adapter, view.age) == ("c.0", "x", None)
 
 
 def test_what_is_damaged_of_a_dropped_group_is_left_out(run: Run, buffer: rlbuffer.Buffer) -> None:
