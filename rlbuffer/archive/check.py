@@ -37,7 +37,7 @@ def check_archive(archive: Archive) -> Report:
     for name in steps_names(archive.folder):
         try:
             expected: dict[tuple[int, int, int], PartRollout] = {}
-            for row in archive.step_rows(name):
+            for row in archive.table(name.file()):
                 digest = step_digest(row["previous_digest"], row["header"], row["parts"])
                 findings.unless(
                     digest == row["digest"],
@@ -138,7 +138,7 @@ def _wrong(row: Mapping[str, Any], size: int, checksum: int) -> str:
 
 
 def _check_history_file(archive: Archive, name: str, findings: Findings, counts: Counter[str]) -> None:
-    for row in archive.history_rows(name):
+    for row in archive.table(name):
         counts["dropped"] += row["kind"] == "drop"
         lost = f"records of drops before {row['history_id']} are lost: the server keeps the newest only"
         findings.unless(not row["is_cut"], "A6", lost)

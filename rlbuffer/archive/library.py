@@ -14,14 +14,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rlbuffer.archive.rows import opened, payload_of, rows_in
+from pyarrow.compute import field, scalar, starts_with
+from pyarrow.dataset import ParquetFileFormat, ParquetFragmentScanOptions, dataset
+
+from rlbuffer.archive.rows import ROWS_AT_ONCE, opened, payload_of, rows_in, rows_of
 from rlbuffer.archive.schema import (
     ARCHIVE_FORMAT,
     FORMAT_KEY,
     LACKS_OF_FORMAT_4,
     PENDING_FILE,
     RUN_KEY,
-    StepsName,
     history_names,
     settings_file,
     steps_names,
@@ -92,6 +94,8 @@ class DroppedGroup:
     min_version: int
     committed: int | None
     """The last step that was committed then; None where the archive does not say."""
+    file: str
+    """The file of the history that holds its record."""
     record: Mapping[str, Any]
     """Its whole record in the history; empty for a group of a step that was taken back, which has none of its own."""
 
@@ -181,7 +185,7 @@ class Archive:
     def all_steps(self) -> tuple[ArchivedStep, ...]:
         """Every step of every file, also those that were taken back; by file."""
         return tuple(
-            ArchivedStep(file=name.file(), **row) for name in self._names for row in self._table(name.file(), _LIGHT)
+            ArchivedStep(file=name.file(), **row) for name in self._names for row in self.table(name.file(), _LIGHT)
         )
 
     @cached_property
@@ -211,15 +215,11 @@ class Archive:
         with opened(self.folder / files[0]) as parquet:
             return str(parquet.schema_arrow.metadata.get(RUN_KEY, b"").decode())
 
-    def step_rows(self, name: StepsName) -> list[dict[str, Any]]:
-        """The rows of a file of steps, with headers and parts as they stood on the server."""
-        return self._table(name.file())
-
     def headers(self, steps: Sequence[ArchivedStep]) -> list[StepHeader]:
         """The headers of archived steps, in their order."""
         headers: dict[str, StepHeader | None] = dict.fromkeys(step.digest for step in steps)
         for file in dict.fromkeys(step.file for step in steps):
-            for row in self._table(file, ("digest", "committed_ms", "header")):
+            for row in self.table(file, ("digest", "committed_ms", "header")):
                 if row["digest"] in headers:
                     headers[row["digest"]] = _header(row)
         return [header for header in headers.values() if header is not None]
@@ -228,7 +228,7 @@ class Archive:
         """The header and the parts of a step that counts. Raises NotFound."""
         if self._last is None or self._last[0].step != number:
             archived = self._archived(number)
-            rows = self._table(archived.file, ("digest", "committed_ms", "header", "parts"))
+            rows = self.table(archived.file, ("digest", "committed_ms", "header", "parts"))
             row = next(row for row in rows if row["digest"] == archived.digest)
             prefix = Keys(self.run).payload_prefix
             self._last = _header(row), tuple(decode_part(part, prefix) for part in row["parts"])
@@ -240,41 +240,47 @@ class Archive:
         What a stream's trainer was given and has not trained is among those that were left out, ``unused``.
         Raises NotFound when the archive does not have it.
         """
-        rows = self._rows_of(step)
+        rows = self._rows_of(self._archived(step))
         return _members(row for row in rows if (row.get("left_out") is not None) == left_out)
 
     def groups(self, step: int) -> Iterator[ArchivedGroup]:
         """The groups of a step, each with its rollouts that were left out. Raises NotFound."""
-        return _groups_in(self._rows_of(step), step)
+        archived = self._archived(step)
+        return _groups_in(self._rows_of(archived), archived)
 
     def all_groups(self) -> Iterator[ArchivedGroup]:
         """Every group of the steps that count, by step, then every drop. Each file is read once."""
         for file, steps in groupby(self.steps, key=lambda step: step.file):
-            digests = {step.step: step.digest for step in steps}
+            by_number = {step.step: step for step in steps}
             for number, rows in groupby(self.rows(_beside(file)), key=lambda row: int(row["step"])):
-                if number in digests:
-                    yield from _groups_in(self._marked(rows, digests[number]), number)
-        for file, drops in groupby(self._drops(), key=lambda pair: pair[0]):
-            counts = {step.digest for step in self.steps}
+                if (step := by_number.get(number)) is not None:
+                    yield from _groups_in(self._marked(rows, step), step)
+        counts = {step.digest for step in self.steps}
+        for file, drops in groupby(self.dropped(), key=lambda drop: drop.file):
             by_key = {
-                (drop.history_id, drop.group_id): drop for _, drop in drops if drop.record.get("digest") not in counts
+                (drop.history_id, drop.group_id): drop for drop in drops if drop.record.get("digest") not in counts
             }
-            rows = self.rows(file) if (self.folder / file).exists() else iter(())
-            for key, its in groupby(rows, key=lambda row: (row["history_id"], row["group_id"])):
+            rows = self.rows(_beside(file)) if (self.folder / _beside(file)).exists() else iter(())
+            for key, of_group in groupby(rows, key=lambda row: (row["history_id"], row["group_id"])):
                 if (drop := by_key.pop(key, None)) is not None:
-                    yield group_of([*its], drop.group_id, drop.env, None, drop)
+                    yield group_of([*of_group], drop.group_id, drop)
             for drop in by_key.values():
-                yield group_of([], drop.group_id, drop.env, None, drop)
+                yield group_of([], drop.group_id, drop)
 
-    def _rows_of(self, step: int) -> Iterator[dict[str, Any]]:
-        """The rows of a step's rollouts: those that are trained, then those that its groups hold besides."""
-        archived = self._archived(step)
-        rows = self.rows(_beside(archived.file))
-        return self._marked((row for row in rows if row["step"] == step), archived.digest)
+    def _rows_of(self, place: ArchivedStep | DroppedGroup, group_id: str = "") -> Iterator[dict[str, Any]]:
+        """The rows of a step's rollouts, those that its groups hold besides last, or of a drop's; of one group, or
+        all."""
+        file = _beside(place.file)
+        chosen = field("group_id") == group_id if group_id else scalar(True)
+        if isinstance(place, ArchivedStep):
+            return self._marked(self.rows(file, chosen & (field("step") == place.step)), place)
+        if not (self.folder / file).exists():
+            return iter(())
+        return self.rows(file, chosen & (field("history_id") == place.history_id))
 
-    def _marked(self, rows: Iterable[dict[str, Any]], digest: str) -> Iterator[dict[str, Any]]:
-        """The rows of the step of this digest; what was not trained of it says so."""
-        unused = self._unused.get(digest, frozenset())
+    def _marked(self, rows: Iterable[dict[str, Any]], step: ArchivedStep) -> Iterator[dict[str, Any]]:
+        """The rows of a step; what was not trained of it says so."""
+        unused = self._unused.get(step.digest, frozenset())
         return (row | {"left_out": Reason.UNUSED} if row["rollout_id"] in unused else row for row in rows)
 
     @cached_property
@@ -288,29 +294,30 @@ class Archive:
                 found[digest] = found.get(digest, frozenset()) | frozenset(map(str, rollout_ids))
         return found
 
+    @cached_property
+    def _by_number(self) -> dict[int, ArchivedStep]:
+        return {step.step: step for step in self.steps}
+
     def _archived(self, number: int) -> ArchivedStep:
         """The step of this number that counts. Raises NotFound."""
-        archived = next((step for step in self.steps if step.step == number), None)
-        if archived is None:
+        if number not in self._by_number:
             raise NotFound(f"the archive {self.folder} has no step {number}")
-        return archived
+        return self._by_number[number]
 
-    def dropped(self) -> Iterator[DroppedGroup]:
-        """Every drop, the oldest first."""
-        return (drop for _, drop in self._drops())
-
-    def _drops(self) -> Iterator[tuple[str, DroppedGroup]]:
-        """The file of its rollouts, which may not be there, and each drop."""
+    def dropped(self, prefix: str = "") -> Iterator[DroppedGroup]:
+        """Every drop of groups whose id begins so, the oldest first."""
+        told = (field("kind") != Dropped.event) | field("is_cut")
+        chosen = told | starts_with(field("group_id"), prefix) if prefix else None
         committed: int | None = None
         for _, _, name in history_names(self.folder):
-            for row in self.history_rows(name):
+            for row in self.table(name, chosen=chosen):
                 if row["is_cut"] or row["kind"] in (StepsVoided.event, RunRewound.event):
                     committed = None
                 if row["kind"] == Committed.event:
                     step = _record_of(row).get("step")
                     committed = step if isinstance(step, int) else None
-                elif row["kind"] == Dropped.event:
-                    yield _beside(name), _drop_of(row, committed)
+                elif row["kind"] == Dropped.event and (row["group_id"] or "").startswith(prefix):
+                    yield _drop_of(row, name, committed)
 
     @cached_property
     def trained(self) -> tuple[Mapping[str, Any], ...]:
@@ -320,7 +327,7 @@ class Archive:
         """
         records: dict[str, Mapping[str, Any]] = {}
         for _, _, name in history_names(self.folder, "trained"):
-            for row in self.history_rows(name):
+            for row in self.table(name):
                 records[row["digest"] or ""] = json.loads(row["record"])
         return tuple(records[step.digest] for step in self.steps if step.digest in records)
 
@@ -369,7 +376,7 @@ class Archive:
         name = settings_file(revision)
         if not (self.folder / name).exists():
             raise NotFound(f"the archive {self.folder} has no settings of revision {revision}")
-        return self._table(name)[0]
+        return self.table(name)[0]
 
     def find(self, identifier: str) -> ArchivedGroup:
         """Finds a group by its id, a rollout's id (``<group>/<index>``), or a unique prefix of the group's id.
@@ -388,47 +395,47 @@ class Archive:
             raise AmbiguousId(several_ids(prefix, group_ids, "the archive"))
         group_id = group_ids.pop()
         place = places[group_id]
-        if isinstance(place, DroppedGroup):
-            rows = [row for row in self.dropped_rows(place) if row["group_id"] == group_id]
-            return group_of(rows, group_id, place.env, None, place)
-        rows = [row for row in self._rows_of(place) if row["group_id"] == group_id]
-        if not rows:
-            raise ArchiveError(f"the archive {self.folder} lacks the rollouts of group {group_id!r} of step {place}")
-        return group_of(rows, group_id, str(rows[0]["env"]), place, None)
+        rows = [*self._rows_of(place, group_id)]
+        if not rows and isinstance(place, ArchivedStep):
+            raise ArchiveError(f"{self.folder / _beside(place.file)} lacks the rollouts of group {group_id!r}")
+        return group_of(rows, group_id, place)
 
-    def _places(self, prefix: str) -> dict[str, int | DroppedGroup]:
+    def _places(self, prefix: str) -> dict[str, ArchivedStep | DroppedGroup]:
         """Group id that begins so -> the last step that trained it, else its drop."""
-        places: dict[str, int | DroppedGroup] = {
-            group.group_id: group for group in self.dropped() if group.group_id.startswith(prefix)
-        }
-        counting = {step.digest for step in self.steps}
+        places: dict[str, ArchivedStep | DroppedGroup] = {drop.group_id: drop for drop in self.dropped(prefix)}
+        counting = {step.digest: step for step in self.steps}
         for name in self._names:
-            for row in self._table(name.file(), ("step", "digest", "group_ids")):
-                if row["digest"] in counting:
-                    places |= {group_id: row["step"] for group_id in row["group_ids"] if group_id.startswith(prefix)}
+            for row in self.table(name.file(), ("digest", "group_ids")):
+                if (step := counting.get(row["digest"])) is not None:
+                    places |= {group_id: step for group_id in row["group_ids"] if group_id.startswith(prefix)}
         return places
 
-    def dropped_rows(self, group: DroppedGroup) -> Iterator[dict[str, Any]]:
-        """The rollouts that were archived with one record of the history."""
-        place = _id(group.history_id)
-        for first, last, name in history_names(self.folder):
-            file = _beside(name)
-            if first <= place <= last and (self.folder / file).exists():
-                yield from (row for row in self.rows(file) if row["history_id"] == group.history_id)
+    def rows(self, file: str, chosen: Any = None) -> Iterator[dict[str, Any]]:
+        """The rows of a file of rollouts, a few at a time; of those that `chosen` leaves out, an expression of pyarrow,
+        no row group is read without need."""
+        path = self.folder / file
+        with opened(path) as parquet:
+            if chosen is None:
+                yield from rows_in(parquet)
+            else:
+                for batch in _scanned(path, chosen).to_batches():
+                    yield from rows_of(batch)
 
-    def history_rows(self, name: str) -> list[dict[str, Any]]:
-        """The rows of a file of the history."""
-        return self._table(name)
-
-    def rows(self, file: str) -> Iterator[dict[str, Any]]:
-        """Every row of a file of rollouts, a few at a time."""
-        with opened(self.folder / file) as parquet:
-            yield from rows_in(parquet)
-
-    def _table(self, name: str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        with opened(self.folder / name) as parquet:
-            rows: list[dict[str, Any]] = parquet.read(columns=None if columns is None else list(columns)).to_pylist()
+    def table(self, file: str, columns: Sequence[str] | None = None, chosen: Any = None) -> list[dict[str, Any]]:
+        """The rows of any other file at once; as :meth:`rows`."""
+        path = self.folder / file
+        with opened(path) as parquet:
+            read = _scanned(path, chosen).to_table() if chosen is not None else parquet.read(columns=columns)
+            rows: list[dict[str, Any]] = read.to_pylist()
             return rows
+
+
+def _scanned(path: Path, chosen: Any) -> Any:
+    checked = ParquetFragmentScanOptions(page_checksum_verification=True, use_buffered_stream=True)
+    format = ParquetFileFormat(default_fragment_scan_options=checked)
+    return dataset(path, format=format).scanner(
+        filter=chosen, batch_size=ROWS_AT_ONCE, batch_readahead=1, fragment_readahead=1
+    )
 
 
 def _beside(file: str) -> str:
@@ -437,13 +444,13 @@ def _beside(file: str) -> str:
     return f"{'rollouts' if kind == 'steps' else 'dropped'}-{rest}"
 
 
-def _groups_in(rows: Iterable[Mapping[str, Any]], step: int) -> Iterator[ArchivedGroup]:
+def _groups_in(rows: Iterable[Mapping[str, Any]], step: ArchivedStep) -> Iterator[ArchivedGroup]:
     """The groups of a step's rows, of which those that were left out come last."""
     by_group: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         by_group.setdefault(row["group_id"], []).append(row)
-    for group_id, its in by_group.items():
-        yield group_of(its, group_id, str(its[0]["env"]), step, None)
+    for group_id, of_group in by_group.items():
+        yield group_of(of_group, group_id, step)
 
 
 def _ref_of(row: Mapping[str, Any], sequences: int) -> PartRollout:
@@ -473,30 +480,24 @@ def _header(row: Mapping[str, Any]) -> StepHeader:
 
 def _members(rows: Iterable[Mapping[str, Any]]) -> Iterator[ArchivedRollout]:
     """The rollouts of these rows, in which the sequences of each stand together."""
-    for _, its in groupby(rows, key=lambda row: (row["payload_key"], row["rollout_id"])):
-        yield ArchivedRollout(rows=tuple(its))
+    for _, sequences in groupby(rows, key=lambda row: (row["payload_key"], row["rollout_id"])):
+        yield ArchivedRollout(rows=tuple(sequences))
 
 
-def group_of(
-    rows: Sequence[Mapping[str, Any]], group_id: str, env: str, step: int | None, dropped: DroppedGroup | None
-) -> ArchivedGroup:
-    """A group out of its rows, those of each push together."""
+def group_of(rows: Sequence[Mapping[str, Any]], group_id: str, place: ArchivedStep | DroppedGroup) -> ArchivedGroup:
+    """A group out of its rows, those of each push together: of a step at least one."""
     group_payload = next((row["group_payload"] for row in rows if row["group_payload"] is not None), None)
     answer, metadata = (None, {}) if group_payload is None else decode_group_payload(group_payload)
+    dropped = place if isinstance(place, DroppedGroup) else None
     return ArchivedGroup(
         group_id=group_id,
-        env=env,
-        step=step,
+        env=str(rows[0]["env"]) if dropped is None else dropped.env,
+        step=None if isinstance(place, DroppedGroup) else place.step,
         dropped=dropped,
         members=tuple(_members(rows)),
         answer=answer,
         metadata=metadata,
     )
-
-
-def _id(history_id: str) -> tuple[int, int]:
-    at, _, sequence = history_id.partition("-")
-    return int(at), int(sequence)
 
 
 def _record_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -505,7 +506,7 @@ def _record_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _drop_of(row: Mapping[str, Any], committed: int | None) -> DroppedGroup:
+def _drop_of(row: Mapping[str, Any], file: str, committed: int | None) -> DroppedGroup:
     """The drop of a row of the history; `committed`: the last step then."""
     return DroppedGroup(
         history_id=row["history_id"],
@@ -519,5 +520,6 @@ def _drop_of(row: Mapping[str, Any], committed: int | None) -> DroppedGroup:
         reward=row["reward"],
         min_version=row["min_version"] or 0,
         committed=committed,
+        file=file,
         record=_record_of(row),
     )

@@ -109,7 +109,7 @@ def test_serve_killed_again_and_again_archives_every_step_once(home: Home) -> No
     archive = Archive(folder)
     assert [step.step for step in archive.steps] == list(range(1, STEPS + 2))
     assert [record["step"] for record in archive.trained] == list(range(1, STEPS + 2))
-    records = [row["step"] for _, _, name in history_names(folder, "trained") for row in archive.history_rows(name)]
+    records = [row["step"] for _, _, name in history_names(folder, "trained") for row in archive.table(name)]
     assert records == list(range(1, STEPS + 2))
     assert not list(folder.glob(".*.part"))
     drops = [group for group in archive.dropped() if group.reason == "future"]

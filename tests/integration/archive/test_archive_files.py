@@ -177,9 +177,9 @@ def test_every_group_comes_out_and_each_file_is_read_once(
     read: list[str] = []
     rows = Archive.rows
 
-    def counted(self: Archive, file: str) -> Iterator[dict[str, Any]]:
+    def counted(self: Archive, file: str, chosen: Any = None) -> Iterator[dict[str, Any]]:
         read.append(file)
-        return rows(self, file)
+        return rows(self, file, chosen)
 
     monkeypatch.setattr(Archive, "rows", counted)
     groups = [*archive.all_groups()]
