@@ -288,10 +288,11 @@ class Archive:
         """Digest of a step -> rollouts that a stream's trainer was given in it and has not trained. The step's own file
         may be older than what the trainer said."""
         found: dict[str, frozenset[str]] = {}
-        for drop in self.dropped():
-            digest, rollout_ids = drop.record.get("digest"), drop.record.get("rollout_ids")
-            if drop.reason == Reason.UNUSED and isinstance(digest, str) and isinstance(rollout_ids, list):
-                found[digest] = found.get(digest, frozenset()) | frozenset(map(str, rollout_ids))
+        for _, _, name in history_names(self.folder):
+            for record in map(_record_of, self.table(name, chosen=field("reason") == str(Reason.UNUSED))):
+                digest, rollout_ids = record.get("digest"), record.get("rollout_ids")
+                if isinstance(digest, str) and isinstance(rollout_ids, list):
+                    found[digest] = found.get(digest, frozenset()) | frozenset(map(str, rollout_ids))
         return found
 
     @cached_property
@@ -306,8 +307,8 @@ class Archive:
 
     def dropped(self, prefix: str = "") -> Iterator[DroppedGroup]:
         """Every drop of groups whose id begins so, the oldest first."""
-        told = (field("kind") != Dropped.event) | field("is_cut")
-        chosen = told | starts_with(field("group_id"), prefix) if prefix else None
+        counts = (field("kind") != Dropped.event) | field("is_cut")  # for what was committed then
+        chosen = counts | starts_with(field("group_id"), prefix) if prefix else None
         committed: int | None = None
         for _, _, name in history_names(self.folder):
             for row in self.table(name, chosen=chosen):
@@ -338,8 +339,7 @@ class Archive:
         return tuple(
             {**_record_of(row), "at_ms": row["at_ms"]}
             for _, _, name in history_names(self.folder)
-            for row in self.history_rows(name)
-            if row["kind"] == TrainerStarted.event
+            for row in self.table(name, chosen=field("kind") == TrainerStarted.event)
         )
 
     def commits(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -347,9 +347,8 @@ class Archive:
         were taken back. ``read``, ``decided``, ``since`` and ``published`` say what the leader knew
         (:class:`~rlbuffer.store.records.Decided`); those of format 4 lack them."""
         for _, _, name in history_names(self.folder):
-            for row in self.history_rows(name):
-                if row["kind"] == Committed.event:
-                    yield row["at_ms"], _record_of(row)
+            for row in self.table(name, chosen=field("kind") == Committed.event):
+                yield row["at_ms"], _record_of(row)
 
     def pending(self) -> Iterator[ArchivedGroup]:
         """The pushes that were pending when the last leader left, without payloads, in the order of their arrival.
@@ -357,9 +356,9 @@ class Archive:
         A leader that was killed leaves what was pending before it: what is trained or dropped since is among it.
         """
         if (self.folder / PENDING_FILE).exists():
-            for _, rows in groupby(self.rows(PENDING_FILE), key=lambda row: row["entry_id"]):
-                its = [*rows]
-                yield group_of(its, its[0]["group_id"], its[0]["env"], None, None)
+            for _, of_push in groupby(self.rows(PENDING_FILE), key=lambda row: row["entry_id"]):
+                rows = [*of_push]
+                yield group_of(rows, rows[0]["group_id"], None)
 
     @cached_property
     def lacks(self) -> tuple[str, ...]:
@@ -396,7 +395,7 @@ class Archive:
         group_id = group_ids.pop()
         place = places[group_id]
         rows = [*self._rows_of(place, group_id)]
-        if not rows and isinstance(place, ArchivedStep):
+        if isinstance(place, ArchivedStep) and not rows:
             raise ArchiveError(f"{self.folder / _beside(place.file)} lacks the rollouts of group {group_id!r}")
         return group_of(rows, group_id, place)
 
@@ -484,15 +483,18 @@ def _members(rows: Iterable[Mapping[str, Any]]) -> Iterator[ArchivedRollout]:
         yield ArchivedRollout(rows=tuple(sequences))
 
 
-def group_of(rows: Sequence[Mapping[str, Any]], group_id: str, place: ArchivedStep | DroppedGroup) -> ArchivedGroup:
-    """A group out of its rows, those of each push together: of a step at least one."""
+def group_of(
+    rows: Sequence[Mapping[str, Any]], group_id: str, place: ArchivedStep | DroppedGroup | None
+) -> ArchivedGroup:
+    """A group out of its rows, those of each push together: at least one, but for a drop. `place`: None of one that was
+    pending."""
     group_payload = next((row["group_payload"] for row in rows if row["group_payload"] is not None), None)
     answer, metadata = (None, {}) if group_payload is None else decode_group_payload(group_payload)
     dropped = place if isinstance(place, DroppedGroup) else None
     return ArchivedGroup(
         group_id=group_id,
         env=str(rows[0]["env"]) if dropped is None else dropped.env,
-        step=None if isinstance(place, DroppedGroup) else place.step,
+        step=place.step if isinstance(place, ArchivedStep) else None,
         dropped=dropped,
         members=tuple(_members(rows)),
         answer=answer,
