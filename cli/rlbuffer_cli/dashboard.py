@@ -163,28 +163,28 @@ class Dashboard:
 
     def _facts(self, width: int) -> Iterator[RenderableType]:
         """The run in six numbers, where its rollouts are, and what its agents do: a line each."""
-        state, known = self.state, dict[str, Any]()
+        state, facts_by_name = self.state, dict[str, Any]()
         if state is not None:
-            known["policy"] = f"v{state.policy_version}" if state.policy_version >= 0 else None
-            known["pushed"] = f"{amount(state.rollouts_per_second)}/s" if state.rollouts_per_second else None
+            facts_by_name["policy"] = f"v{state.policy_version}" if state.policy_version >= 0 else None
+            facts_by_name["pushed"] = f"{amount(state.rollouts_per_second)}/s" if state.rollouts_per_second else None
         if self.records:
             last, recent = self.records[-1], self.records[-RECENT_STEPS:]
             seconds = sum(record.seconds.get("total", 0.0) for record in recent)
-            known["trained"] = f"{amount(sum(record.tokens for record in recent) / max(seconds, 1e-9))} tok/s"
-            known["waits"] = percent(waited_of(recent).share)
-            known["age"] = None if last.age is None else f"{last.age:.1f} max {last.max_age}"
-            known["kl"] = None if last.kl is None else f"{last.kl:.4f}"
+            facts_by_name["trained"] = f"{amount(sum(record.tokens for record in recent) / max(seconds, 1e-9))} tok/s"
+            facts_by_name["waits"] = percent(waited_of(recent).share)
+            facts_by_name["age"] = None if last.age is None else f"{last.age:.1f} max {last.max_age}"
+            facts_by_name["kl"] = None if last.kl is None else f"{last.kl:.4f}"
         elif state is not None and state.history:
             pace = pace_of(state)
-            known["steps"] = f"{60 * pace.steps / pace.window_seconds:.1f}/min"
-            known["packed"] = f"{amount(pace.tokens / pace.window_seconds)} tok/s"
-            known["age"] = f"{pace.newest['age']:.1f} max {pace.newest['max_age']}" if pace.newest else None
-        if facts := list(look.pairs(known).values())[:SHOWN_FACTS]:
+            facts_by_name["steps"] = f"{60 * pace.steps / pace.window_seconds:.1f}/min"
+            facts_by_name["packed"] = f"{amount(pace.tokens / pace.window_seconds)} tok/s"
+            facts_by_name["age"] = f"{pace.newest['age']:.1f} max {pace.newest['max_age']}" if pace.newest else None
+        if facts := list(look.pairs(facts_by_name).values())[:SHOWN_FACTS]:
             yield look.across(facts, width)
         if state is not None:
             yield look.across(list(states(state, is_brief=True).values()), width)
-            if said := agents(state):
-                yield look.across(list(said.values()), width)
+            if agent_facts := agents(state):
+                yield look.across(list(agent_facts.values()), width)
 
     def _processes(self, most: int) -> Iterator[RenderableType]:
         """The first `most`: silent ones come first. What the run waits for stands above already, and a supervisor that

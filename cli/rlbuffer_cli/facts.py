@@ -162,10 +162,10 @@ def member_of(detail: GroupDetail, identifier: str) -> RolloutView:
     fitting = fitting or [m for m in members if m.rollout_id.rsplit("/", 1)[-1] == tail]
     fitting = fitting or [m for m in members if m.rollout_id.startswith(identifier)]
     if len(fitting) != 1:
-        known = ", ".join(m.rollout_id for m in detail.members[:NAMED_MEMBERS])
+        named = ", ".join(m.rollout_id for m in detail.members[:NAMED_MEMBERS])
         more = f" and {len(detail.members) - NAMED_MEMBERS:,} more" if len(detail.members) > NAMED_MEMBERS else ""
         lacking = tail if is_its else identifier
-        raise NotFound(f"group {view.group_id!r} has no rollout {lacking!r}. Its rollouts: {known}{more}.")
+        raise NotFound(f"group {view.group_id!r} has no rollout {lacking!r}. Its rollouts: {named}{more}.")
     return fitting[0]
 
 

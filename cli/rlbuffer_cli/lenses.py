@@ -116,21 +116,21 @@ def of_trainer(name: str, rollout: Rollout, kept: TrainerValues = NONE) -> tuple
     """[T] in nats, and who computed it: the `entropy`, or the `mismatch`: the trainer's minus the sampler's logprob.
     None where nobody keeps it."""
     column, values = OF_TRAINER[name], kept.entropy if name == "entropy" else kept.logprobs
-    own, who = rollout.columns.get(column), f"of the trainer in step {kept.step}"
-    if own is not None and own.ndim == 1:
-        values, who = own, f"pushed as column `{column}`"
+    pushed, who = rollout.columns.get(column), f"of the trainer in step {kept.step}"
+    if pushed is not None and pushed.ndim == 1:
+        values, who = pushed, f"pushed as column `{column}`"
     if values is None:
         return None
     return values if name == "entropy" else values - rollout.logprobs, who
 
 
 def _of_trainer(name: str, rollout: Rollout, kept: TrainerValues, edges: Sequence[float]) -> Lens:
-    known = of_trainer(name, rollout, kept)
-    if known is None:
+    found = of_trainer(name, rollout, kept)
+    if found is None:
         where = "; its mean by step is in metrics.jsonl" if name == "entropy" else ""
         return Lens(name=name, note=NOT_KEPT.format(column=OF_TRAINER[name]) + where)
     unit = "nats" if name == "entropy" else "|trainer - sampler| in nats"
-    sizes, note = np.abs(known[0]), f"{unit}, {known[1]}"
+    sizes, note = np.abs(found[0]), f"{unit}, {found[1]}"
     if rollout.loss_tokens:
         worst = int(np.where(rollout.loss_mask, sizes, -1.0).argmax())
         mean = float(sizes[rollout.loss_mask].mean())
@@ -141,9 +141,9 @@ def _of_trainer(name: str, rollout: Rollout, kept: TrainerValues, edges: Sequenc
 def advantages_of(member: RolloutView) -> NDArray[Any] | None:
     """[T] float; the advantage of each token, its own or the rollout's; None before the rollout is packed."""
     rollout: Rollout = member.rollout
-    own = rollout.columns.get("advantages")
-    if own is not None:
-        return own
+    pushed = rollout.columns.get("advantages")
+    if pushed is not None:
+        return pushed
     return None if member.advantage is None else np.full(rollout.length, member.advantage, np.float32)
 
 
@@ -212,12 +212,12 @@ def numbers_of(member: RolloutView, kept: TrainerValues = NONE) -> Callable[[int
     further = {name: values[0] for name in OF_TRAINER if (values := of_trainer(name, rollout, kept)) is not None}
 
     def numbers(at: int) -> dict[str, str]:
-        known = {"id": str(int(rollout.tokens[at])), "trained": "yes" if rollout.loss_mask[at] else "no"}
+        named = {"id": str(int(rollout.tokens[at])), "trained": "yes" if rollout.loss_mask[at] else "no"}
         if rollout.loss_mask[at]:
-            known["logprob"] = signs(f"{float(logprobs[at]):.4f}")
-            known["p"] = f"{np.exp(min(float(logprobs[at]), 0.0)):.3f}"
-            known |= {"advantage": signs(f"{float(advantages[at]):+.4f}")} if advantages is not None else {}
-            known |= {name: signs(f"{float(values[at]):.4f}") for name, values in further.items()}
-        return known | ({"version": f"v{versions[at]}"} if versions[at] >= 0 else {})
+            named["logprob"] = signs(f"{float(logprobs[at]):.4f}")
+            named["p"] = f"{np.exp(min(float(logprobs[at]), 0.0)):.3f}"
+            named |= {"advantage": signs(f"{float(advantages[at]):+.4f}")} if advantages is not None else {}
+            named |= {name: signs(f"{float(values[at]):.4f}") for name, values in further.items()}
+        return named | ({"version": f"v{versions[at]}"} if versions[at] >= 0 else {})
 
     return numbers

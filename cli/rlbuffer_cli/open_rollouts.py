@@ -88,8 +88,8 @@ def _read(run: Any, where: str, most: int) -> Sequence[OpenRow]:
 
 
 def _agents(run: Any, items: Sequence[OpenRow], width: int) -> Sequence[RenderableType]:
-    said = list(agents(read_run_state(run.buffer.store)).values())
-    return [look.across(said, width)] if said else []
+    agent_facts = list(agents(read_run_state(run.buffer.store)).values())
+    return [look.across(agent_facts, width)] if agent_facts else []
 
 
 def open_record(rollout: OpenRollout) -> dict[str, Any]:
@@ -233,9 +233,9 @@ def words_of(message: Any) -> str:
     """An answer in words: its text, then what it calls. Anybody may have written it."""
     if not isinstance(message, Mapping):
         return ""
-    said = [str(message["content"])] if message.get("content") else []
+    words = [str(message["content"])] if message.get("content") else []
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping):
-            said.append(f"{function.get('name')} {function.get('arguments')}")
-    return "\n".join(said)
+            words.append(f"{function.get('name')} {function.get('arguments')}")
+    return "\n".join(words)

@@ -128,8 +128,8 @@ def archive_of(folder: Path) -> list[dict[str, Any]]:
         for group in archive.dropped()
     ]
     for step in archive.steps:
-        own = {name: getattr(step, name) for name in columns}
-        record = {**own, **trained.get(step.step, {}), "step": step.step, "event": Committed.event}
+        figures = {name: getattr(step, name) for name in columns}
+        record = {**figures, **trained.get(step.step, {}), "step": step.step, "event": Committed.event}
         happened.append((step.committed_ms, record))
     happened.sort(key=lambda each: (each[0], each[1]["event"] == Committed.event), reverse=True)
     return history_of([record for _, record in happened])
@@ -155,9 +155,9 @@ def curves_of(records: Sequence[Mapping[str, Any]], field: str, run: str = "") -
                 points.setdefault(entry, []).append((record["step"], value))
     if not points:
         paths = {each for r in records[-2:] for name in scalars(r) for each in (name, name.partition("/")[0])}
-        known = sorted(path.replace("/", ".") for path in paths.difference(NO_CURVES))
-        hint = did_you_mean(field, known)
-        fields = ", ".join(name for name in known if "." not in name)
+        names = sorted(path.replace("/", ".") for path in paths.difference(NO_CURVES))
+        hint = did_you_mean(field, names)
+        fields = ", ".join(name for name in names if "." not in name)
         where = f" of run {run}" if run else ""
         raise NotFound(f"no step{where} has a number called {field!r}.{hint} There are: {fields or 'no steps yet'}.")
     return [Curve(f"{run} {name}".strip(), tuple(line)) for name, line in points.items()]
@@ -171,8 +171,8 @@ def trends(folder: Path, headers: Sequence[StepHeader]) -> list[Curve]:
     except NotFound:
         records = [{"step": header.step, "reward": header.reward} for header in headers]
     numbers = [{"step": r["step"], **{name: r.get(name) for name in TRENDS}} for r in records]
-    known = {name for record in numbers for name in scalars(record)}
-    curves = [curve for name in TRENDS if name in known for curve in curves_of(numbers, name)]
+    named = {name for record in numbers for name in scalars(record)}
+    curves = [curve for name in TRENDS if name in named for curve in curves_of(numbers, name)]
     return [curve for curve in curves if len(curve.points) > 1]
 
 
@@ -226,8 +226,8 @@ def small_charts(curves: Sequence[Curve], *, width: int, height: int = 6) -> lis
     each = width // across - 2
     columns = []
     for curve in curves:
-        *drawn, said = chart([curve], width=each, height=height, steps=axis, form=".3f")
-        columns.append([said, *drawn])
+        *drawn, caption = chart([curve], width=each, height=height, steps=axis, form=".3f")
+        columns.append([caption, *drawn])
     lines: list[str] = []
     for at in range(0, len(columns), across):
         lines += [

@@ -37,7 +37,7 @@ def show(run: WholeRun, target: Target, limit: int | None) -> int:
 
 def _show(sheet: sheets.Sheet) -> None:
     view, items = sheet.view, sheet.items
-    for line in sheet.said():
+    for line in sheet.all_lines():
         say(line if isinstance(line, str) else line.plain, indent="    ")
     blocks = [sheet.above(columns_of(sys.stdout))]
     if sheet.target.kind != "step":  # its rollouts are many, and a filter of groups finds them

@@ -135,12 +135,12 @@ class ProcessRow(NamedTuple):
         """When, marked where it is silent and should not be."""
         if not self.is_heard:
             return Text("no heartbeat", "faint")
-        said = f"{duration(self.process.seconds_ago)} ago"
+        when = f"{duration(self.process.seconds_ago)} ago"
         if self.process.has_stopped:
-            return Text(f"{said}, stopped", "faint")
+            return Text(f"{when}, stopped", "faint")
         if self.is_at_rest and not self.process.is_fresh:
-            return Text(said, "faint")
-        return Text(said) if self.process.is_fresh else Text(f"✕ {said}", "dropped")
+            return Text(when, "faint")
+        return Text(when) if self.process.is_fresh else Text(f"✕ {when}", "dropped")
 
     @property
     def version(self) -> str:

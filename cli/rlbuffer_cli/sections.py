@@ -22,12 +22,12 @@ SHARING = 2
 
 def only(kind: str, settings: RunSettings, flags: str) -> str:
     """The section that is meant when no NAME is given: the only one there is. `flags` do without one."""
-    known = list(sections_of(kind, settings))
-    if not known:
+    names = list(sections_of(kind, settings))
+    if not names:
         raise ConfigError(f"there is no [{kind}.NAME] section. Give {flags}, or add one.")
-    if len(known) > 1:
-        raise click.UsageError(f"which one? The config has {', '.join(known)}: rlbuffer {kind} {known[0]}")
-    return known[0]
+    if len(names) > 1:
+        raise click.UsageError(f"which one? The config has {', '.join(names)}: rlbuffer {kind} {names[0]}")
+    return names[0]
 
 
 def sections_of(kind: str, settings: RunSettings) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Sheet:
     problems: Sequence[RlbufferError] = ()
     """What could not be read of a table."""
 
-    def said(self, most: int = facts.LINE_OF_TEXT) -> list[str | Text]:
+    def all_lines(self, most: int = facts.LINE_OF_TEXT) -> list[str | Text]:
         """The lines, and one for each thing that is shared, of which `most` characters are shown."""
         return [*self.lines, *facts.shared_lines(self.shared, most)]
 
@@ -131,11 +131,11 @@ def _group(run: WholeRun, detail: GroupDetail, where: str) -> Sheet:
 def _rollout(run: WholeRun, detail: GroupDetail, member: RolloutView, most: int) -> Sheet:
     """A row for each of its first tokens, or for each of its sequences."""
     texts, rollout, group = run.texts, member.rollout, detail.view
-    said = f"rollout {member.rollout_id}   {' · '.join(facts.verdict(member))}"
+    headline = f"rollout {member.rollout_id}   {' · '.join(facts.verdict(member))}"
     sheet = Sheet(
         target=Target("rollout", member.rollout_id, group.group_id),
         view=TOKENS,
-        lines=[*facts.headline(group), said, f"  {' -> '.join(facts.life(group, member))}"],
+        lines=[*facts.headline(group), headline, f"  {' -> '.join(facts.life(group, member))}"],
         record=lambda: rollout_record(member, group),
         found=detail,
     )

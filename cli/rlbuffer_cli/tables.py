@@ -115,7 +115,7 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
         "shared_with": shared.rollout_id if shared else None,
         "shared_tokens": shared.tokens if shared else 0,
         "shared_trained": shared.trained if shared else 0,
-        "sequences": [rollout_record(its, view) for its in member.sequences()],
+        "sequences": [rollout_record(sequence, view) for sequence in member.sequences()],
     }
     if member.underway is not None:
         record["open"] = open_record(member.underway.rollout)
@@ -271,14 +271,14 @@ def member_rows(
     most = max([1.0, *rewards]), max([1.0, *advantages])
     rows = []
     for member in sorted(detail.members, key=_from_best):
-        its = member.sequences()
-        said = member.failure.message if member.failure else "" if its else answer(member)
-        top = MemberRow(detail.view, member, *most, cut(printable(said), SHOWN_ANSWER), matches(member))
+        sequences = member.sequences()
+        words = member.failure.message if member.failure else "" if sequences else answer(member)
+        top = MemberRow(detail.view, member, *most, cut(printable(words), SHOWN_ANSWER), matches(member))
         rows.append(top)
-        for one in its:
+        for one in sequences:
             parts = (calls_words(one), shared_words(one), answer(one))
-            said = cut(printable(" · ".join(filter(None, parts))), SHOWN_ANSWER)
-            rows.append(MemberRow(detail.view, one, *most, said, under=top, is_last=one is its[-1]))
+            words = cut(printable(" · ".join(filter(None, parts))), SHOWN_ANSWER)
+            rows.append(MemberRow(detail.view, one, *most, words, under=top, is_last=one is sequences[-1]))
     return rows
 
 
@@ -334,8 +334,8 @@ def _read_steps(run: Any, where: str, most: int) -> Sequence[StepRow]:
 
 def _trends(run: Any, items: Sequence[StepRow], width: int) -> Sequence[RenderableType]:
     headers = sorted((row.header for row in items), key=lambda header: header.step)
-    known = trends(run.buffer.settings.output_dir, headers)
-    return [Text(line, "accent", no_wrap=True) for line in small_charts(known, width=width)]
+    curves = trends(run.buffer.settings.output_dir, headers)
+    return [Text(line, "accent", no_wrap=True) for line in small_charts(curves, width=width)]
 
 
 def step_record(header: StepHeader) -> dict[str, Any]:
@@ -388,8 +388,11 @@ def worst_rows(step: StepView) -> list[WorstRow]:
     """The scored rollouts of the step by their reward, then by their advantage."""
     ranks = {(member.payload_key, member.index): rank for rank, member in step.rollouts}
     rollouts = [
-        WorstRow(replace(its[0], info=folded([one.info for one in its])), ranks[its[0].payload_key, its[0].index])
-        for its in by_rollout(member for _, member in step.rollouts)
+        WorstRow(
+            replace(sequences[0], info=folded([one.info for one in sequences])),
+            ranks[sequences[0].payload_key, sequences[0].index],
+        )
+        for sequences in by_rollout(member for _, member in step.rollouts)
     ]
     scored = [row for row in rollouts if row.member.info.reward is not None]
     return sorted(

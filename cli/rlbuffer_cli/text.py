@@ -56,10 +56,10 @@ def columns_of(stream: IO[str]) -> int:
     The other way round a program that was started from within another one would have that one's width.
     """
     try:
-        known = os.get_terminal_size(stream.fileno()).columns  # 0: a terminal whose size nobody has set
+        columns = os.get_terminal_size(stream.fileno()).columns  # 0: a terminal whose size nobody has set
     except (OSError, ValueError):
-        known = 0
-    return max(20, known) if known else shutil.get_terminal_size().columns
+        columns = 0
+    return max(20, columns) if columns else shutil.get_terminal_size().columns
 
 
 def wrapped(line: str, *, indent: str | None = None, stream: IO[str] | None = None) -> list[str]:

@@ -32,8 +32,8 @@ def sentence(error: click.ClickException) -> str:
     if isinstance(error, click.BadParameter):
         for pattern, words in _KINDS.items():
             if found := re.fullmatch(pattern, error.message):
-                known = {key: text.replace("'", "") for key, text in found.groupdict().items() if key != "value"}
-                return f"{_name(error)} {found['value']}: {words.format(**known)}"
+                values = {key: text.replace("'", "") for key, text in found.groupdict().items() if key != "value"}
+                return f"{_name(error)} {found['value']}: {words.format(**values)}"
         return f"{_name(error)}: {error.message}"
     if found := _SURPLUS.fullmatch(message):
         return f"{found[1]!r} is one argument too many: {_usage(error)}"

@@ -52,7 +52,7 @@ def run_view(state: RunState, trained: Sequence[StepRecord] = ()) -> Group:
         *alerts(state),
         look.Facts(figures(state).values()),
         look.Facts([*states(state).values(), *account(state)]),
-        *([look.Facts(said.values())] if (said := agents(state)) else []),
+        *([look.Facts(agent_facts.values())] if (agent_facts := agents(state)) else []),
     ]
     if state.envs:
         parts += [Text(), Printed(ENVS, env_rows(state)), *_said_before(state)]
@@ -80,7 +80,7 @@ def run_head(state: RunState, width: int) -> list[RenderableType]:
         *alerts(state, most=SHOWN_PROBLEMS if width >= WIDE else 1),
         look.across(list(figures(state, is_brief=True).values()), width),
         look.across(list(states(state, is_brief=True).values()), width),
-        *([look.across(list(said.values()), width)] if (said := agents(state)) else []),
+        *([look.across(list(agent_facts.values()), width)] if (agent_facts := agents(state)) else []),
     ]
     if state.envs:
         parts += [*([Text()] if width >= WIDE else []), Printed(ENVS, env_rows(state)), *_said_before(state)]
@@ -105,8 +105,8 @@ def alerts(state: RunState, *, most: int | None = None) -> Iterator[Text]:
     if state.error:
         yield bad(f"the batcher failed: {state.error}")
     # Of an env without a worker the sentence of what is waited for says the same.
-    said = None if waiting is None or waiting.cause != Cause.NO_WORKER else (Trouble.NO_WORKER, waiting.env)
-    problems = [problem for problem in state.problems if problem.key != said]
+    headline = None if waiting is None or waiting.cause != Cause.NO_WORKER else (Trouble.NO_WORKER, waiting.env)
+    problems = [problem for problem in state.problems if problem.key != headline]
     for problem in problems[:most]:
         line = bad(str(problem))
         line.no_wrap, line.overflow = most is not None, "ellipsis"
@@ -150,7 +150,7 @@ def figures(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
     share = f" ({percent(server.memory_share)})" if server.memory_share is not None else ""
     versions = [p.version for p in state.of_kind("worker") if p.is_alive and p.version >= 0]
     behind = state.policy_version - min(versions) if versions and state.policy_version >= 0 else 0
-    known = {
+    facts = {
         "step": str(state.step),
         "trained": None if is_brief else f"step {state.trained_step}",
         "policy": f"v{state.policy_version}" if state.policy_version >= 0 else "none announced",
@@ -163,7 +163,7 @@ def figures(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
         "memory": None if is_brief else f"{server.memory / 2**20:,.0f}{limit} MiB{share}",
         "workers behind": plural(behind, "version") if behind > 0 and not is_brief else None,
     }
-    return look.pairs(known)
+    return look.pairs(facts)
 
 
 def _trend(values: Sequence[float], *, is_brief: bool = False) -> Text:
@@ -185,7 +185,7 @@ def states(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
         name: [getattr(env, f"groups_{name}") for env in state.envs if getattr(env, f"groups_{name}") is not None]
         for name in ("forming", "ready")
     }
-    counts = {name: sum(known) for name, known in groups.items() if known}
+    counts = {name: sum(ages) for name, ages in groups.items() if ages}
     shown = {name: f"{count:,}" if is_brief else plural(count, "group") for name, count in counts.items()}
     shown |= {name: f"{number:,}" for name, number in numbers.items()}
     return {
@@ -205,23 +205,23 @@ def agents(state: RunState) -> dict[str, Text]:
         weighed = sum(getattr(p, name) * p.calls_per_second for p in gateways)
         return weighed / rate if rate else None
 
-    engine, own = mean("call_engine_seconds"), mean("call_own_seconds")
-    known = {
+    engine, gateway = mean("call_engine_seconds"), mean("call_own_seconds")
+    facts = {
         "open rollouts": f"{sum(env.open_rollouts or 0 for env in state.envs):,}",
         "calls": f"{amount(rate) if rate >= 10 else f'{rate:.1f}'}/s" if gateways else "no gateway",
         "calls open": f"{sum(p.open_calls for p in gateways):,}" if gateways else None,
         "waiting for a ticket": f"{sum(p.ticket_waits for p in gateways):,}" if gateways else None,
         "engine": None if engine is None else f"{engine:.2f} s",
-        "gateway": None if own is None else f"{1000 * own:.1f} ms",
+        "gateway": None if gateway is None else f"{1000 * gateway:.1f} ms",
     }
-    return look.pairs(known)
+    return look.pairs(facts)
 
 
 def account(state: RunState) -> list[Text]:
     """Rollouts that were pushed, and those that no step has."""
     total = state.total
-    known = {"of pushed": f"{total.pushed.rollouts:,}", "pending": f"{total.pending.rollouts:,}"}
-    return list(look.pairs(known).values())
+    facts = {"of pushed": f"{total.pushed.rollouts:,}", "pending": f"{total.pending.rollouts:,}"}
+    return list(look.pairs(facts).values())
 
 
 def notes(state: RunState, trained: Sequence[StepRecord] = ()) -> Iterator[Text]:
@@ -308,14 +308,14 @@ def _said_before(state: RunState) -> Iterator[Text]:
     if leader is None:
         yield Text("-: known to a batcher, and none has said it yet", "faint")
     elif not leader.is_fresh:
-        said = f"ready, forming and age are those of {duration(leader.seconds_ago)} ago, when a batcher was last seen"
-        yield Text(said, "faint")
+        note = f"ready, forming and age are those of {duration(leader.seconds_ago)} ago, when a batcher was last seen"
+        yield Text(note, "faint")
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
 def step_line(record: StepRecord, planned: int) -> str:
     """A trained step as one line."""
-    said = [
+    parts = [
         f"step {record.step}/{planned}",
         *(f"{name} {value:{form}}" for name, value, form in _learned(record) if value is not None),
         f"age {record.age:.1f} max {record.max_age}" if record.age is not None else "",
@@ -324,7 +324,7 @@ def step_line(record: StepRecord, planned: int) -> str:
         f"{amount(record.tokens_per_second or 0.0)} tok/s",
         f"wait {percent(record.wait or 0.0)}",
     ]
-    return "  ".join(filter(None, said))
+    return "  ".join(filter(None, parts))
 
 
 def _learned(record: StepRecord) -> list[tuple[str, float | None, str]]:
@@ -352,12 +352,12 @@ def progress(records: Sequence[StepRecord], planned: int) -> Text:
 
 def rank_line(ranks: Sequence[Mapping[str, float]]) -> str:
     """Each rank's own seconds: its passes, without what it waits for others. Those far above are `slow`."""
-    own = [rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks]
-    most, usual = max(own) or 1.0, sorted(own)[(len(own) - 1) // 2]
-    slow = [seconds > SLOW_SHARE * usual and seconds - usual > SLOW_PASS_SECONDS for seconds in own]
+    busy = [rank.get("forward", 0.0) + rank.get("backward", 0.0) for rank in ranks]
+    most, usual = max(busy) or 1.0, sorted(busy)[(len(busy) - 1) // 2]
+    slow = [seconds > SLOW_SHARE * usual and seconds - usual > SLOW_PASS_SECONDS for seconds in busy]
     return "  ".join(
         f"{rank} {look.spark([seconds], 0.0, most)} {seconds:.2f} s{' slow' * is_slow}"
-        for rank, (seconds, is_slow) in enumerate(zip(own, slow, strict=True))
+        for rank, (seconds, is_slow) in enumerate(zip(busy, slow, strict=True))
     )
 
 

@@ -14,7 +14,7 @@ from rlbuffer.client.group_view import GroupView, consumed_view, dropped_view
 from rlbuffer.client.groups import GroupSource
 from rlbuffer.client.open_groups import open_group, open_group_by_prefix
 from rlbuffer.client.rollout_view import RolloutView, StepPlace, left_out_in_words, places_of, view_of
-from rlbuffer.client.searching import list_details, list_sources, shortest_rollouts
+from rlbuffer.client.searching import list_details, list_groups, shortest_rollouts
 from rlbuffer.client.spoken import question_among
 from rlbuffer.client.step_view import StepView, step_view
 from rlbuffer.client.texts import Texts, tokenizer_directory
@@ -126,7 +126,7 @@ class WholeRun:
         of the archive behind the server's."""
         self.problems = []
         store, text_of = self.buffer.store, self.texts.decoded
-        chosen = list_sources(store, where=where, limit=limit, problems=self.problems, text_of=text_of)
+        chosen = list_groups(store, where=where, limit=limit, problems=self.problems, text_of=text_of)
         self._ask(chosen)
         older = [*islice(self._older(where), limit - len(chosen))]
         for detail in older:
@@ -178,8 +178,8 @@ class WholeRun:
     def _folder(self) -> Path | None:
         if self._given is not None:
             return Path(self._given)
-        said = [beat.get("archive") for beat in self.buffer.store.heartbeats("batcher").values()]
-        named = next((folder for folder in said if folder and isinstance(folder, str)), "")
+        folders = [beat.get("archive") for beat in self.buffer.store.heartbeats("batcher").values()]
+        named = next((folder for folder in folders if folder and isinstance(folder, str)), "")
         return Path(named) if named and Path(named).is_dir() else None
 
 

@@ -25,10 +25,10 @@ def pushes_of(members: Iterable[ArchivedRollout], gone: list[str]) -> Iterator[G
     pushes: dict[str, list[ArchivedRollout]] = {}
     for member in members:
         pushes.setdefault(member.row["payload_key"], []).append(member)
-    for its in pushes.values():
-        its.sort(key=lambda member: int(member.row["index"]))
-        whole = [member for member in its if not any(row["problem"] for row in member.rows)]
-        gone.extend(member.row["group_id"] for member in its if member not in whole)
+    for members in pushes.values():
+        members.sort(key=lambda member: int(member.row["index"]))
+        whole = [member for member in members if not any(row["problem"] for row in member.rows)]
+        gone.extend(member.row["group_id"] for member in members if member not in whole)
         if whole:
             yield _group([row for member in whole for row in member.rows])
 
@@ -38,7 +38,7 @@ def _group(rows: list[Mapping[str, Any]]) -> Group:
     group_payload = next((r["group_payload"] for r in rows if r["group_payload"] is not None), None)
     answer, metadata = (None, {}) if group_payload is None else decode_group_payload(group_payload)
     by_id = groupby(rows, key=lambda row: row["rollout_id"])
-    rollouts = tuple(decode_whole([*map(payload_of, its)]) for _, its in by_id)
+    rollouts = tuple(decode_whole([*map(payload_of, sequences)]) for _, sequences in by_id)
     return Group(
         group_id=row["group_id"],
         env=row["env"],

@@ -349,7 +349,7 @@ class Buffer:
         """Groups of the run that match the filter `where` (see ``rlbuffer inspect --help``): pending ones, then those
         in steps, then dropped ones, the newest of each first."""
         where, limit = text("groups: where", where), whole_number("groups: limit", limit, low=0)
-        return list_groups(self.store, where=where, limit=limit, text_of=self._texts.decoded)
+        return [view for view, _ in list_groups(self.store, where=where, limit=limit, text_of=self._texts.decoded)]
 
     def group(self, group_id: str) -> GroupDetail:
         """One group whole, by its id, a rollout's id, or a unique prefix. Raises NotFound, AmbiguousId."""

@@ -136,7 +136,7 @@ def _left_out(store: Viewer, step: int, refs: Sequence[PartRollout]) -> Iterator
             yield replace(view_of(infos_of([rollout])[0], rollout), left_out=reasons[rollout.rollout_id])
 
 
-def stand_ins(sources: GroupSource) -> list[PartRollout]:
+def stand_ins(sources: Sequence[PoolEntry | PartRollout]) -> list[PartRollout]:
     """The sequences of a group's rollouts as a step names them, or would name them: what payloads are read by."""
     refs: list[PartRollout] = []
     for source in sources:

@@ -42,7 +42,7 @@ def unpushed_rollouts(store: Viewer, limit: int) -> list[OpenRollout]:
     sizes = store.paged(groups, lambda pipe, group: pipe.hget(store.keys.open_group(group), "size"))
     names = [name for group, size in zip(groups, sizes, strict=True) for name in names_of(group, _size(size))]
     found = _unpushed(store, names)
-    return sorted(found, key=lambda its: (-its.begun_ms, its.group_id, its.index))[:limit]
+    return sorted(found, key=lambda rollout: (-rollout.begun_ms, rollout.group_id, rollout.index))[:limit]
 
 
 def open_group(store: Viewer, group_id: str) -> OpenGroup | None:
@@ -76,7 +76,7 @@ def _groups(store: Viewer, most: int) -> list[str]:
 
 def _unpushed(store: Viewer, names: Iterable[str]) -> list[OpenRollout]:
     rollouts = read_rollouts(store, list(names))
-    return [its for its in rollouts if its is not None and its.state is not OpenState.PUSHED]
+    return [rollout for rollout in rollouts if rollout is not None and rollout.state is not OpenState.PUSHED]
 
 
 def _size(value: Any) -> int:

@@ -54,8 +54,9 @@ def list_groups(
     limit: int = 100,
     problems: list[RlbufferError] | None = None,
     text_of: TextOf | None = None,
-) -> list[GroupView]:
-    """Groups that match `where`: pending ones, then those in steps, then dropped ones, the newest of each first.
+) -> list[tuple[GroupView, GroupSource]]:
+    """Groups that match `where`, each with what its rollouts are read by: pending ones, then those in steps, then
+    dropped ones, the newest of each first.
 
     Steps that cannot be read are left out and added to `problems`, and so is a search that ends before it has seen
     everything. `text_of` gives the text of a rollout that was pushed without any.
@@ -64,33 +65,6 @@ def list_groups(
         FilterError: `where` cannot be read; or, without `problems`, the search would read too many payloads.
         PayloadError: a step cannot be read, without `problems`.
     """
-    return [view for view, _ in list_sources(store, where=where, limit=limit, problems=problems, text_of=text_of)]
-
-
-def list_details(
-    store: Viewer,
-    *,
-    where: str = "",
-    limit: int = 100,
-    problems: list[RlbufferError] | None = None,
-    text_of: TextOf | None = None,
-) -> Iterator[GroupDetail]:
-    """The groups of :func:`list_groups`, whole; the payloads of one at a time are read."""
-    chosen = list_sources(store, where=where, limit=limit, problems=problems, text_of=text_of)
-    dropped = store.dropped_payloads([view.group_id for view, _ in chosen if view.state is State.DROPPED])
-    for view, sources in chosen:
-        yield detail_of(store, view, sources, dropped)
-
-
-def list_sources(
-    store: Viewer,
-    *,
-    where: str = "",
-    limit: int = 100,
-    problems: list[RlbufferError] | None = None,
-    text_of: TextOf | None = None,
-) -> list[tuple[GroupView, GroupSource]]:
-    """The groups of :func:`list_groups`, each with what its rollouts are read by."""
     chosen = parse(where)
     is_of_step = any(term.field == "step" for term in chosen.terms)
     groups = every_group(
@@ -110,12 +84,27 @@ def list_sources(
     return out
 
 
+def list_details(
+    store: Viewer,
+    *,
+    where: str = "",
+    limit: int = 100,
+    problems: list[RlbufferError] | None = None,
+    text_of: TextOf | None = None,
+) -> Iterator[GroupDetail]:
+    """The groups of :func:`list_groups`, whole; the payloads of one at a time are read."""
+    chosen = list_groups(store, where=where, limit=limit, problems=problems, text_of=text_of)
+    dropped = store.dropped_payloads([view.group_id for view, _ in chosen if view.state is State.DROPPED])
+    for view, sources in chosen:
+        yield detail_of(store, view, sources, dropped)
+
+
 def shortest_rollouts(store: Viewer, chosen: Iterable[tuple[GroupView, GroupSource]]) -> Iterator[tuple[str, Rollout]]:
     """Group ids, each with a rollout of the group: the smallest one, in which the prompt is read cheapest. Left out are
     groups without one that can be read, and those whose smallest is larger than :data:`MOST_BYTES_OF_A_PROMPT`."""
     smallest: dict[str, PartRollout] = {}
     for view, sources in chosen:
-        firsts = [its[0] for its in by_rollout(stand_ins(sources))]
+        firsts = [sequences[0] for sequences in by_rollout(stand_ins(sources))]
         sized = [ref for ref in firsts if 0 < ref.info.size <= MOST_BYTES_OF_A_PROMPT]
         if sized:
             smallest[view.group_id] = min(sized, key=lambda ref: ref.info.size)
@@ -156,9 +145,10 @@ def matching(
     is_of_step = any(term.field == "rollout.advantage" for term in chosen.rollout_terms)
     text_of = text_of if any(term.field == "text" for term in chosen.terms) else None
     dropped: list[tuple[GroupView, _Source]] = []
-    known = _but_dropped(groups, dropped)
     candidates = (
-        (group, refs) for group in known if (refs := _candidates(group[1], Filter(terms=tuple(cheap)), is_of_step))
+        (group, rollouts)
+        for group in _but_dropped(groups, dropped)
+        if (rollouts := _candidates(group[1], Filter(terms=tuple(cheap)), is_of_step))
     )
     if len(cheap) == len(chosen.rollout_terms):
         yield from (group for group, _ in candidates)
@@ -195,17 +185,17 @@ def _by_payloads(
     total = 0
     for page in _pages(candidates):
         _check_amount(total)
-        every = [ref for _, rollouts in page for its in rollouts for ref in its]
+        every = [ref for _, rollouts in page for sequences in rollouts for ref in sequences]
         total += sum(ref.info.size for ref in every)
-        data = iter(store.read_payloads(every))
+        payloads = iter(store.read_payloads(every))
         for group, rollouts in page:
-            step, payloads = group[0].step, [[*islice(data, len(its))] for its in rollouts]
+            read = [(sequences, [*islice(payloads, len(sequences))]) for sequences in rollouts]
             surviving = [
-                (refs, its)
-                for refs, its in zip(rollouts, payloads, strict=True)
-                if len(its) > 1 or _may_match(its[0], glance, text_of, refs[0].advantage)
+                (sequences, data)
+                for sequences, data in read
+                if len(data) > 1 or _may_match(data[0], glance, text_of, sequences[0].advantage)
             ]
-            members = (rollout_view(refs, step, None, its) for refs, its in surviving)
+            members = (rollout_view(sequences, group[0].step, None, data) for sequences, data in surviving)
             if any(m.rollout is not None and chosen.matches_rollout(with_text(m, text_of)) for m in members):
                 yield group
 
@@ -266,13 +256,8 @@ def with_text(member: RolloutView, text_of: TextOf | None) -> RolloutView:
 def _candidates(sources: GroupSource, of_info: Filter, is_of_step: bool) -> list[_Sequences]:
     """Rollouts of the group for which the terms that need no payload hold; none of a pending one that `is_of_step`: a
     step must hold it."""
-    refs: list[PartRollout] = []
-    for source in sources:
-        if isinstance(source, PartRollout):
-            refs.append(source)
-        elif source.info is not None and not is_of_step:
-            refs += stand_ins([source])
-    return [its for its in by_rollout(refs) if of_info.matches_rollout(folded([ref.info for ref in its]))]
+    refs = stand_ins([source for source in sources if isinstance(source, PartRollout) or not is_of_step])
+    return [s for s in by_rollout(refs) if of_info.matches_rollout(folded([ref.info for ref in s]))]
 
 
 def _pages(candidates: Iterable[tuple[_Group, list[_Sequences]]]) -> Iterator[list[tuple[_Group, list[_Sequences]]]]:
@@ -281,7 +266,7 @@ def _pages(candidates: Iterable[tuple[_Group, list[_Sequences]]]) -> Iterator[li
     size = 0
     for candidate in candidates:
         page.append(candidate)
-        size += sum(ref.info.size for its in candidate[1] for ref in its)
+        size += sum(ref.info.size for sequences in candidate[1] for ref in sequences)
         if size >= PAGE_BYTES:
             yield page
             page, size = [], 0

@@ -80,8 +80,8 @@ def spoken(text: str, marks: Sequence[tuple[int, int]]) -> list[Spoken]:
         first, last = pieces[0], pieces[-1]
         start = first[0] + len(first[1]) - len(first[1].lstrip())
         end = last[0] + len(last[1].rstrip())
-        said = reduce(_joined, (piece for _, piece in pieces)).strip()
-        out.append(Spoken(role, opens, start, end, said))
+        words = reduce(_joined, (piece for _, piece in pieces)).strip()
+        out.append(Spoken(role, opens, start, end, words))
     return out
 
 

@@ -146,8 +146,8 @@ class Texts:
         if not _names_roles(found) and _names_roles(written := spoken(text, marks_in(text))):
             found = written
         if not _names_roles(found) and rollout.turns:
-            said = ["" if token in self._special else piece for token, piece in zip(ids, pieces, strict=True)]
-            return list(_as_pushed(rollout, first, said))
+            shown = ["" if token in self._special else piece for token, piece in zip(ids, pieces, strict=True)]
+            return list(_as_pushed(rollout, first, shown))
 
         def token_at(place: int) -> int:
             return first + bisect_right(edges, place, hi=len(ids)) - 1

@@ -123,7 +123,7 @@ class Listing(BrowserScreen):
         """The sheet, and what stands above its rows."""
         run, most = self.browsed.run, self.limit if self.target.kind == "table" else TOKENS_PER_WINDOW
         sheet = sheets.read(run, self.target._replace(where=self.where), most)
-        lines = [look.plain(line) for line in sheet.said(SHOWN_CHARACTERS)]
+        lines = [look.plain(line) for line in sheet.all_lines(SHOWN_CHARACTERS)]
         above = sheet.above(max(20, self.size.width - 4))
         blank = [Text()] if lines and above else []
         return sheet, Stack(*lines, *blank, *above, *(bad(str(problem)) for problem in sheet.problems))
@@ -202,11 +202,11 @@ class Listing(BrowserScreen):
         self.show_more()
         self.frame()
 
-    def tell(self, where: str, said: str) -> None:
+    def tell(self, where: str, words: str) -> None:
         """Writes above or below the rows; what is empty takes no line."""
         place = self.query_one(where, Static)
-        place.update(Text.assemble((said, "faint" if where == "#legend" else "")))
-        place.display = bool(said)
+        place.update(Text.assemble((words, "faint" if where == "#legend" else "")))
+        place.display = bool(words)
 
     def show_more(self) -> None:
         """Shows all that is known of what is under the cursor."""

@@ -213,7 +213,7 @@ def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
     size = {"prompt": f"{member.prompt_tokens:,}", "trained": f"{member.loss_tokens:,}"}
     if rollout is not None:
         earned |= {name: "yes" if is_so else "no" for name, is_so in rollout.successes.items()}
-        turns = sum(len(its.turns) for its in rollout.sequences)
+        turns = sum(len(sequence.turns) for sequence in rollout.sequences)
         size["turns"] = f"{turns:,}" if turns else ""
     earned["advantage"] = "" if member.advantage is None else signs(f"{member.advantage:+.4f}")
     earned["answer"] = "" if detail.answer is None else cut(printable(worded(detail.answer)), LINE_OF_TEXT)
@@ -222,13 +222,13 @@ def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
     lines += _section("TOKENS", f"{member.length:,}", size)
     if member.shared is not None:
         lines[-1:] = [f"  {shared_words(member)}", ""]
-    if its := member.sequences():
-        lines.append(_fact("SEQUENCES", f"{len(its)}, shown is 0"))
-    for one in its:
-        said = f"{one.length:,}, {one.loss_tokens:,} trained"
-        lines.append(_fact(f"  {one.sequence} {cut(printable(one.name), FACTS_WIDTH - len(said) - 7)}".rstrip(), said))
+    if sequences := member.sequences():
+        lines.append(_fact("SEQUENCES", f"{len(sequences)}, shown is 0"))
+    for one in sequences:
+        size = f"{one.length:,}, {one.loss_tokens:,} trained"
+        lines.append(_fact(f"  {one.sequence} {cut(printable(one.name), FACTS_WIDTH - len(size) - 7)}".rstrip(), size))
         lines += [f"    {shared_words(one)}"] if one.shared is not None else []
-    lines += [*([""] if its else []), "LIFE", *(f"  {stage}" for stage in life(view, member))]
+    lines += [*([""] if sequences else []), "LIFE", *(f"  {stage}" for stage in life(view, member))]
     if view.age is not None:
         lines.append(_fact("  age", str(view.age + view.min_version - member.min_version)))
     if view.detail and not view.reason:

@@ -176,13 +176,13 @@ class BrowserScreen(Screen[None]):
         """Writes the title: the run, what the screen shows of it, and on the right as of when."""
         live = "" if not self.browsed.is_live else "[live] " if self.at_top() else "[live waits: not at the top] "
         at = "  reading ..." if self.loading_now else f"  as of {self.read_at} UTC" if self.read_at else ""
-        said = live + printable(self.heading())
+        heading = live + printable(self.heading())
         room = max(20, self.size.width - len(at))
-        name = max(LEAST_OF_A_NAME, min(MOST_OF_A_NAME, room - cell_len(said) - 2))
+        name = max(LEAST_OF_A_NAME, min(MOST_OF_A_NAME, room - cell_len(heading) - 2))
         run = f"{cut(printable(self.browsed.buffer.run), name)}  "
         room -= cell_len(run)
-        said = cut(said, room)
-        title = Text.assemble((run, "accent"), (said + " " * (room - cell_len(said)), "bold"), (at, "faint"))
+        heading = cut(heading, room)
+        title = Text.assemble((run, "accent"), (heading + " " * (room - cell_len(heading)), "bold"), (at, "faint"))
         if title.plain != self._framed:  # nothing is drawn again that has not changed
             self._framed = title.plain
             self.query_one("#title", Static).update(title, layout=False)
@@ -231,8 +231,8 @@ class BrowserScreen(Screen[None]):
         """How the run stands is on every screen, in a line, and the number of problems at the key that shows them."""
         state = await self.ask(lambda: read_run_state(self.browsed.buffer.store, history=STANDING_RECORDS))
         self.browsed.problems = self.query_one(KeyFooter).problems = len(state.problems)
-        known = figures(state, is_brief=True)
-        parts = [*(known[name] for name in ("step", "reward") if name in known), *list(alerts(state, most=1))[:1]]
+        facts = figures(state, is_brief=True)
+        parts = [*(facts[name] for name in ("step", "reward") if name in facts), *list(alerts(state, most=1))[:1]]
         self.browsed.standing = Text("  ").join(parts)
         self.query_one("#standing", Static).update(self.browsed.standing)
 

@@ -59,8 +59,8 @@ def _last_heard(given: options.RunFlags, who: str) -> tuple[float, bool]:
     with open_run(given) as buffer:
         seen = {process.title: process for process in read_run_state(buffer.store).processes}
         if who not in seen:
-            known = ", ".join(seen) or "nobody"
-            raise NotFound(f"{who!r} has never been seen in run {buffer.run!r}. Seen were: {known}.")
+            named = ", ".join(seen) or "nobody"
+            raise NotFound(f"{who!r} has never been seen in run {buffer.run!r}. Seen were: {named}.")
         return seen[who].seconds_ago, who == "batcher" and seen[who].has_stopped
 
 

@@ -218,14 +218,14 @@ def apply(given: options.RunFlags, timeout: float, yes: bool) -> int:
             state = SettingsState.STORED
         elif state == SettingsState.ASKED:
             state, revision = SettingsState.TAKEN, _wait_until_taken(buffer, config_digest(batcher), seen, timeout)
-    said = {
+    sentences = {
         SettingsState.SAME: "has these settings already",
         SettingsState.STORED: "keeps them for the next batcher that starts with them: no batcher is at work",
         SettingsState.TAKEN: "has these settings from the next step on",
     }
     answer(
         {"schema": "rlbuffer.config.batcher/1", "run": name, "state": state, "revision": revision},
-        f'run "{name}" {said[state]} (revision {revision})',
+        f'run "{name}" {sentences[state]} (revision {revision})',
     )
     return 0
 

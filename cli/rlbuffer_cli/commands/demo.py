@@ -160,8 +160,8 @@ def _summarize(loaded: Loaded, ended: EndedRun, code: int, seed: int) -> None:
         for env, share in shares.items()
     )
     drops = " ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "0"
-    known = " + ".join(f"{n:,} {name}" for name, n in rollouts.items())
-    account = f"{plural(total.pushed[0], 'rollout')} pushed = {known} + dropped {drops}"
+    counts = " + ".join(f"{n:,} {name}" for name, n in rollouts.items())
+    account = f"{plural(total.pushed[0], 'rollout')} pushed = {counts} + dropped {drops}"
     ends = {0: "done", options.EXIT_INTERRUPTED: "interrupted"}
     head = ends.get(code, f"ended early (exit code {code}, see {ended.supervisor.log.path})")
     when = "" if first is None else f", the first after {duration(first)}"

@@ -112,7 +112,7 @@ def _check_known(buffer: Buffer, env: str) -> None:
     config = store.meta().config
     sources = store.sources()
     sampled |= sources.done | sources.open | sources.ends.keys() | store.paused()
-    known = sorted({*store.ledger().envs, *config.get("budgets", {}), *config.get("envs", {}), *sampled})
-    if env not in known:
-        hint = did_you_mean(env, known) or f" It knows {', '.join(known)}." * bool(known)
+    envs = sorted({*store.ledger().envs, *config.get("budgets", {}), *config.get("envs", {}), *sampled})
+    if env not in envs:
+        hint = did_you_mean(env, envs) or f" It knows {', '.join(envs)}." * bool(envs)
         raise NotFound(f"run {buffer.run!r} knows no env {env!r}.{hint}")

@@ -88,8 +88,8 @@ def _records(name: str, field: str, loaded: Loaded) -> Sequence[dict[str, Any]]:
         file = settings.output_dir / METRICS_FILE
         return metrics_of(file) if not is_of_history and file.is_file() else None
 
-    known = trained(loaded.settings) if loaded.place("run") != "default" else None  # without asking a server
-    if known is not None:
-        return known
+    records = trained(loaded.settings) if loaded.place("run") != "default" else None  # without asking a server
+    if records is not None:
+        return records
     with open_existing(loaded) as buffer:
         return trained(buffer.settings) or history_of(buffer.store.history(HISTORY_RECORDS))

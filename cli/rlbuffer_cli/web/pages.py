@@ -165,8 +165,8 @@ def style() -> str:
         rules.append(f"{chosen} .g-{name} {{ display: flex }}")
         rules.append(f"{chosen} .t-{name} {{ color: var(--ink); border-bottom-color: var(--accent) }}")
         for level, tint in enumerate(TINTS.get(name, ())):
-            if said := _rule(tint):
-                rules.append(f"{chosen} .{name[:2]}{level} {{ {said} }}")
+            if rule := _rule(tint):
+                rules.append(f"{chosen} .{name[:2]}{level} {{ {rule} }}")
         if name == "plain":
             rules.append(f"{chosen} .whole {{ display: block }} {chosen} .whole ~ * {{ display: none }}")
             rules.append(f"{chosen} .tokens .frame {{ display: none }}")
@@ -291,9 +291,9 @@ def _turns(
     is_frame = texts.frame(rollout)
 
     def marks(at: int) -> str:
-        own = " ".join(f"{code}{each[at]}" for code, each in levels) if is_sampled[at] else ""
+        shades = " ".join(f"{code}{each[at]}" for code, each in levels) if is_sampled[at] else ""
         more = " frame" * bool(is_frame[at]) + " given" * (at < given and not rollout.loss_mask[at])
-        return f"{own}{more}".strip()
+        return f"{shades}{more}".strip()
 
     def alike(at: int) -> Any:
         return (marks(at), at if has_titles and is_sampled[at] else -1)
@@ -306,8 +306,8 @@ def _turns(
         for (classes, _), run in groupby(range(start, end), key=alike):
             first, *rest = run
             text = blank.join([pieces[first], *(pieces[at] for at in rest)]) + blank
-            known = numbers_at(first) if has_titles and is_sampled[first] else {}
-            numbers = [f"token {first}", *(f"{name} {value}" for name, value in known.items())] if known else []
+            values = numbers_at(first) if has_titles and is_sampled[first] else {}
+            numbers = [f"token {first}", *(f"{name} {value}" for name, value in values.items())] if values else []
             tokens.append((text, classes, " · ".join(numbers)))
         shown = f"{title}, from token {start:,} on" if start > first else title
         yield {"title": shown, "rule": rule, "tokens": tokens}

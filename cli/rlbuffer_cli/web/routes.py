@@ -57,8 +57,8 @@ def _page(
     run: WholeRun, template: str, tab: str, title: str, *, state: RunState | None = None, **values: Any
 ) -> Iterator[str]:
     at = time_of(run.buffer.store.now())
-    known = state or read_run_state(run.buffer.store, history=READ_RECORDS)
-    values = {"standing": [] if state else _standing(known), **values}
+    run_state = state or read_run_state(run.buffer.store, history=READ_RECORDS)
+    values = {"standing": [] if state else _standing(run_state), **values}
     return page(
         template,
         title=f"{title} · run {run.buffer.run}",
@@ -68,14 +68,14 @@ def _page(
         tab=tab,
         at=at,
         href=href,
-        **{"count": {"problems": len(known.problems)}, **values},
+        **{"count": {"problems": len(run_state.problems)}, **values},
     )
 
 
 def _standing(state: RunState) -> list[Text]:
     """The run in a line: how far it is, whether it learns, and what it waits for or somebody must cure."""
-    known = figures(state)
-    return [*(known[name] for name in ("step", "reward") if name in known), *list(alerts(state))[:1]]
+    facts = figures(state)
+    return [*(facts[name] for name in ("step", "reward") if name in facts), *list(alerts(state))[:1]]
 
 
 def link(path: str, **query: str) -> str:
@@ -96,8 +96,8 @@ def href(view: View, item: Any) -> str:
 
 def _overview(run: WholeRun) -> Iterator[str]:
     state = read_run_state(run.buffer.store, history=READ_RECORDS)
-    known = figures(state)
-    memory = known.pop("memory")
+    facts = figures(state)
+    memory = facts.pop("memory")
     return _page(
         run,
         "overview",
@@ -105,7 +105,7 @@ def _overview(run: WholeRun) -> Iterator[str]:
         "overview",
         state=state,
         alerts=list(alerts(state)),
-        figures=[*known.values(), *agents(state).values()],
+        figures=[*facts.values(), *agents(state).values()],
         states=[*states(state).values(), *account(state)],
         notes=[memory, *notes(state)],
         view=ENVS,

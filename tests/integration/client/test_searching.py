@@ -111,7 +111,7 @@ def test_a_text_that_was_not_pushed_is_asked_for(buffer: rlbuffer.Buffer) -> Non
     groups = searching.list_groups(
         buffer.store, where="text:made", text_of=lambda rollout: f"made of {len(rollout.tokens)}"
     )
-    assert [view.group_id for view in groups] == ["b.4", "b.3", "a.0"], "a.1 was pushed with texts"
+    assert [view.group_id for view, _ in groups] == ["b.4", "b.3", "a.0"], "a.1 was pushed with texts"
 
 
 def test_every_sequence_of_a_rollout_is_searched(run: Run) -> None:
@@ -125,7 +125,7 @@ def test_every_sequence_of_a_rollout_is_searched(run: Run) -> None:
         found = searching.list_groups(
             run.store, where=f'text:"{text}"', text_of=lambda sequence: f"made of {len(sequence.tokens)}"
         )
-        assert [view.group_id for view in found] == ["t.1"]
+        assert [view.group_id for view, _ in found] == ["t.1"]
 
 
 def test_pending_groups_are_dropped_by_what_their_rollouts_say(buffer: rlbuffer.Buffer) -> None:
@@ -140,7 +140,7 @@ def test_a_search_that_reads_too_much_says_so_after_what_it_has_seen(
     monkeypatch.setattr(searching, "MOST_BYTES_READ", 600)
     problems: list[RlbufferError] = []
     matches = searching.list_groups(buffer.store, where="stop:length", problems=problems)
-    assert [view.group_id for view in matches] == ["b.3"]
+    assert [view.group_id for view, _ in matches] == ["b.3"]
     assert ["which is not all" in str(problem) for problem in problems] == [True]
     with pytest.raises(FilterError, match="which is not all"):
         buffer.groups("stop:length")
