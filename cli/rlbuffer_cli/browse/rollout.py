@@ -225,8 +225,8 @@ def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
     if sequences := member.sequences():
         lines.append(_fact("SEQUENCES", f"{len(sequences)}, shown is 0"))
     for one in sequences:
-        size = f"{one.length:,}, {one.loss_tokens:,} trained"
-        lines.append(_fact(f"  {one.sequence} {cut(printable(one.name), FACTS_WIDTH - len(size) - 7)}".rstrip(), size))
+        counts = f"{one.length:,}, {one.loss_tokens:,} trained"
+        lines.append(_fact(f"  {one.sequence} {cut(printable(one.name), FACTS_WIDTH - len(counts) - 7)}".rstrip(), counts))
         lines += [f"    {shared_words(one)}"] if one.shared is not None else []
     lines += [*([""] if sequences else []), "LIFE", *(f"  {stage}" for stage in life(view, member))]
     if view.age is not None:
