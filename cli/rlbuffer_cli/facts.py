@@ -27,7 +27,7 @@ from rlbuffer_cli import look
 from rlbuffer_cli.lenses import numbers_of
 from rlbuffer_cli.open_rollouts import standing
 from rlbuffer_cli.table import View, of_tuples
-from rlbuffer_cli.tables import MemberRow, member_rows, shared_words, version_range, worst_rows
+from rlbuffer_cli.tables import MemberRow, age_of, member_rows, shared_words, version_range, worst_rows
 from rlbuffer_cli.text import as_json, cut, moment, signs, time_of
 
 MAX_TEXT, LINE_OF_TEXT = 160, 120
@@ -60,14 +60,18 @@ def scored(reward: float | None) -> str:
     return "not scored" if reward is None else signs(f"reward {reward:.3f}")
 
 
+def state_of(view: GroupView) -> Text:
+    """Where the group stands: with its step, or why it was dropped."""
+    why = f"({view.reason}: {view.detail})" if view.reason else ""
+    return look.state(view.state, f"in step {view.step}" if view.step and not why else why)
+
+
 def headline(view: GroupView) -> list[str | Text]:
     """The group in a few lines."""
-    why = f"({view.reason}: {printable(view.detail)})" if view.reason else ""
-    state = look.state(view.state, f"in step {view.step}" if view.step and not view.reason else why)
     versions = f"{view.min_version}-{view.max_version}" if view.max_version > view.min_version else view.min_version
     whole = plural(view.planned_size or view.rollouts, "rollout")
     lines: list[str | Text] = [
-        Text.assemble(printable(f"group {view.group_id}   "), state, printable(f"   env {view.env}"))
+        Text.assemble(printable(f"group {view.group_id}   "), state_of(view), printable(f"   env {view.env}"))
     ]
     facts = [
         f"{view.rollouts} of {whole}" if view.planned_size else whole,
@@ -194,24 +198,34 @@ def _judged(member: RolloutView) -> str:
 
 
 def panels(detail: GroupDetail, member: RolloutView) -> list[tuple[str, str, dict[str, str]]]:
-    """The numbers of a rollout that stand beside its text, in panels: title, its number, and further ones by name."""
+    """The numbers of a rollout that stand beside its text on every screen, in panels: title, its number, and further
+    ones by name, those that there are."""
     view, rollout = detail.view, member.rollout
-    earned = {name: f"{value:.3f}" for name, value in member.rewards.items()}
-    if rollout is not None:
-        earned |= {name: "yes" if is_so else "no" for name, is_so in rollout.successes.items()}
-    earned |= {} if member.advantage is None else {"advantage": signs(f"{member.advantage:+.3f}")}
-    earned |= {} if view.reward is None else {"mean of the group": f"{view.reward:.3f}"}
-    earned |= {} if detail.answer is None else {"answer": cut(printable(worded(detail.answer)), LINE_OF_TEXT)}
-    size = {"prompt": f"{member.prompt_tokens:,}", "trained": f"{member.loss_tokens:,}"}
-    size |= {} if member.logprob_mean is None else {"logprob, mean": signs(f"{member.logprob_mean:.3f}")}
-    size |= {"stop": member.finish_reason} if member.finish_reason else {}
-    if rollout is not None and (calls := call_count(rollout.sequences)):
-        size["calls"] = f"{calls:,}"
-    size["sampled by"] = version_range(member)
-    if view.age is not None:
-        size["age"] = str(view.age + view.min_version - member.min_version)
-    reward = "not scored" if member.reward is None else f"{member.reward:.3f}"
-    return [("reward", reward, earned), ("tokens", f"{member.length:,}", size)]
+    turns = 0 if rollout is None else sum(len(sequence.turns) for sequence in rollout.sequences)
+    calls = 0 if rollout is None else call_count(rollout.sequences)
+    successes = {} if rollout is None else rollout.successes
+    earned = {
+        **{name: signs(f"{value:.3f}") for name, value in member.rewards.items()},
+        **{name: "yes" if is_so else "no" for name, is_so in successes.items()},
+        "advantage": "" if member.advantage is None else signs(f"{member.advantage:+.4f}"),
+        "mean of the group": "" if view.reward is None else signs(f"{view.reward:.3f}"),
+        "answer": "" if detail.answer is None else cut(printable(worded(detail.answer)), LINE_OF_TEXT),
+    }
+    size = {
+        "prompt": f"{member.prompt_tokens:,}",
+        "trained": f"{member.loss_tokens:,}",
+        "turns": f"{turns:,}" if turns else "",
+        "calls": f"{calls:,}" if calls else "",
+        "logprob mean": "" if member.logprob_mean is None else signs(f"{member.logprob_mean:.3f}"),
+        "stop": member.finish_reason,
+        "sampled by": version_range(member),
+        "age": "" if (age := age_of(view, member)) is None else str(age),
+    }
+    reward = "not scored" if member.reward is None else signs(f"{member.reward:.3f}")
+    return [
+        (title, number, {name: text for name, text in facts.items() if text})
+        for title, number, facts in (("reward", reward, earned), ("tokens", f"{member.length:,}", size))
+    ]
 
 
 class Section(NamedTuple):

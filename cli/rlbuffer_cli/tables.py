@@ -195,6 +195,11 @@ def version_range(member: RolloutView) -> str:
     return "-".join(f"v{version}" for version in sorted({member.min_version, member.max_version}))
 
 
+def age_of(group: GroupView, member: RolloutView) -> int | None:
+    """The rollout's age: the group's is that of its oldest."""
+    return None if group.age is None else group.age + group.min_version - member.min_version
+
+
 class MemberRow(NamedTuple):
     """A rollout of a group, or a sequence of it, and the scales of its table."""
 
@@ -238,9 +243,7 @@ class MemberRow(NamedTuple):
 
     @property
     def age(self) -> int | None:
-        """Its own: the group's is that of its oldest."""
-        view = self.group
-        return None if view.age is None else view.age + view.min_version - self.member.min_version
+        return age_of(self.group, self.member)
 
     @property
     def stop(self) -> Text:

@@ -21,11 +21,11 @@ from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.pages import Prose
 from rlbuffer_cli.browse.screen import BrowsedRun, BrowserScreen
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, Tokens, legend_of
-from rlbuffer_cli.facts import LINE_OF_TEXT, life, member_of, verdict, worded
+from rlbuffer_cli.facts import life, member_of, panels, verdict
 from rlbuffer_cli.lenses import NAMES, columns_of, lens, numbers_of
 from rlbuffer_cli.table import Target
 from rlbuffer_cli.tables import rollout_record, shared_words
-from rlbuffer_cli.text import cut, signs
+from rlbuffer_cli.text import cut
 
 FACTS_WIDTH = 32
 COLUMN = len(NAMES)
@@ -208,29 +208,19 @@ def token_lines(member: RolloutView, tokens: Tokens, kept: TrainerValues) -> lis
 
 def fact_lines(detail: GroupDetail, member: RolloutView) -> list[str]:
     """Rewards, tokens and life of a rollout."""
-    view, rollout = detail.view, member.rollout
-    earned = {name: signs(f"{value:.3f}") for name, value in member.rewards.items()}
-    size = {"prompt": f"{member.prompt_tokens:,}", "trained": f"{member.loss_tokens:,}"}
-    if rollout is not None:
-        earned |= {name: "yes" if is_so else "no" for name, is_so in rollout.successes.items()}
-        turns = sum(len(sequence.turns) for sequence in rollout.sequences)
-        size["turns"] = f"{turns:,}" if turns else ""
-    earned["advantage"] = "" if member.advantage is None else signs(f"{member.advantage:+.4f}")
-    earned["answer"] = "" if detail.answer is None else cut(printable(worded(detail.answer)), LINE_OF_TEXT)
-    size["logprob mean"] = "" if member.logprob_mean is None else signs(f"{member.logprob_mean:.3f}")
-    lines = _section("REWARD", "not scored" if member.reward is None else signs(f"{member.reward:.3f}"), earned)
-    lines += _section("TOKENS", f"{member.length:,}", size)
+    view = detail.view
+    lines = [line for title, number, more in panels(detail, member) for line in _section(title.upper(), number, more)]
     if member.shared is not None:
         lines[-1:] = [f"  {shared_words(member)}", ""]
     if sequences := member.sequences():
         lines.append(_fact("SEQUENCES", f"{len(sequences)}, shown is 0"))
     for one in sequences:
         counts = f"{one.length:,}, {one.loss_tokens:,} trained"
-        lines.append(_fact(f"  {one.sequence} {cut(printable(one.name), FACTS_WIDTH - len(counts) - 7)}".rstrip(), counts))
+        lines.append(
+            _fact(f"  {one.sequence} {cut(printable(one.name), FACTS_WIDTH - len(counts) - 7)}".rstrip(), counts)
+        )
         lines += [f"    {shared_words(one)}"] if one.shared is not None else []
     lines += [*([""] if sequences else []), "LIFE", *(f"  {stage}" for stage in life(view, member))]
-    if view.age is not None:
-        lines.append(_fact("  age", str(view.age + view.min_version - member.min_version)))
     if view.detail and not view.reason:
         lines.append(f"  ! {view.detail}")
     return lines

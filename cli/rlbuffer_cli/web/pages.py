@@ -29,7 +29,6 @@ from rlbuffer.client.trainer_values import NONE, KeptValues, TrainerValues
 from rlbuffer.process.files import write_whole
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
-from rlbuffer_cli import look
 from rlbuffer_cli.facts import (
     first_difference,
     headline,
@@ -40,6 +39,7 @@ from rlbuffer_cli.facts import (
     sections,
     shared_prompt,
     shared_values,
+    state_of,
     verdict,
     worded,
 )
@@ -225,11 +225,9 @@ def shown_group(detail: GroupDetail, sources: PageData, *, is_whole: bool = Fals
     """What a page says of a group; `is_whole`: with the tokens of its rollouts."""
     view = detail.view
     title, *facts = (line if isinstance(line, str) else line.plain for line in headline(view))
-    why = f"({view.reason}: {view.detail})" if view.reason else ""
-    state = look.state(view.state, f"in step {view.step}" if view.step and not why else why)
     return {
         "title": title,
-        "facts": [state, f"env {view.env}", *(fact for line in facts for fact in line.strip().split(" · "))],
+        "facts": [state_of(view), f"env {view.env}", *(fact for line in facts for fact in line.strip().split(" · "))],
         "step": detail.view.step,
         "prompt": shared_prompt(detail, sources.texts),
         "texts": [
