@@ -13,6 +13,8 @@ from textual.containers import VerticalScroll
 from textual.widget import Widget
 from textual.widgets import Static
 
+from rlbuffer.client.filters import NUMBERS, ROLLOUT_NUMBERS, TEXT_FIELDS
+from rlbuffer.records.states import State
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli.browse.screen import BrowsedRun, BrowserScreen
 from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW
@@ -42,12 +44,12 @@ Lenses: 1 plain, 2 logprob, 3 advantage, 4 mask, 5 entropy, 6 trainer against sa
 Enter on a process or an env shows its groups. Below 110 columns tables leave some columns out.
 The line above the tokens has each lens' legend in numbers, or says why nobody keeps what it would show.
 
-Filter of groups, as in `rlbuffer inspect --where`: env state reason worker adapter id prompt (field:value, commas for
-alternatives; of id and prompt the beginning), age reward tokens step waited (field>=value, 8k = 8000). For example:
+Filter of groups, as in `rlbuffer inspect --where`: {" ".join(TEXT_FIELDS)} (field:value, commas for
+alternatives; of id and prompt the beginning), {" ".join(NUMBERS)} (field>=value, 8k = 8000). For example:
 env:vcopy state:ready reward<0.5
 Groups with a rollout for which all of these hold: stop:length truncated:yes text:word text:/regex/i and the numbers
-rollout.reward rollout.tokens rollout.trained rollout.version rollout.advantage rollout.logprob
-States: forming ready packed trained dropped
+{" ".join(ROLLOUT_NUMBERS)}
+States: {" ".join(State)}
 Other tables: a part of the name; of steps the number.
 
 Esc first takes a filter away. Live reads every 2 s; it waits while the cursor is not at the top, so that nothing moves
