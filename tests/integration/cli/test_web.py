@@ -131,7 +131,7 @@ def test_two_rollouts_stand_side_by_side_from_where_they_part(run: Run, buffer: 
         shown = [attributes["title"] for tag, attributes in page.tags if tag == "i" and attributes.get("title")]
         assert [title.partition(" ·")[0] for title in shown] == ["token 5", "token 6", "token 5", "token 6", "token 7"]
         rows = [attributes.get("class") for tag, attributes in page.tags if tag == "tr"]
-        assert rows.count("same") == 6, "mean of the group, answer, prompt, logprob, version and age are alike"
+        assert rows.count("same") == 7, "mean of the group, answer, prompt, turns, logprob, version and age are alike"
         assert "their tokens are the same" in visitor.page("compare?id=a.0&one=a.0/1&other=a.0/2").text
         assert visitor.get("compare?id=a.0&one=a.0/1&other=a.0/9")[0] == 404
 
