@@ -14,7 +14,7 @@ from strange_groups import strange_group
 from test_archive_files import archived, push_strange, settled
 
 import rlbuffer
-from rlbuffer.archive.schema import ROLLOUTS
+from rlbuffer.archive.schema import ADDED_COLUMNS, ROLLOUTS
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.testing import make_group
 from rlbuffer.wire.jsonl import group_from_line, line_of
@@ -142,7 +142,7 @@ def test_a_file_that_is_no_parquet_of_rollouts_is_refused(run: Run, call: Call, 
     archived(run, tmp_path / "archive")
     code, _, err = call("push", "archive/settings-00000001.parquet", "--run", "another")
     assert code == 1
-    lacking = ", ".join(name for name in ROLLOUTS.names if name != "left_out")
+    lacking = ", ".join(name for name in ROLLOUTS.names if name not in {"left_out", *ADDED_COLUMNS})
     assert f"it lacks the columns {lacking}:" in err
     code, _, err = call("export", "-o", "out.csv", "--run", run.store.run)
     assert (code, "got 'out.csv'" in err) == (2, True)
