@@ -25,8 +25,6 @@ REWARD = "reward"
 _ABOUT = ("env", "prompt_id", "adapter", "planned_size")
 """What all parts of a group have in common."""
 _about = attrgetter(*_ABOUT)
-COUNTING = (Reason.OVERSIZED, Reason.INVALID, Reason.FAILED)
-"""Reasons why a rollout cannot be trained that came all the same: its group does not wait for another in its place."""
 _REASONS = tuple(Reason)
 """In the order of tables."""
 
@@ -190,7 +188,7 @@ class Group:
             kept, left_out = list[int](), list[tuple[int, Rejected]]()
             for place, rollout in enumerate(info.rollouts):
                 why = self._judge(rollout, info, row_tokens, self.rollouts + len(kept))
-                if why is None or why.reason in COUNTING:
+                if why is None or why.reason.is_instead:
                     self.ids.add(rollout.rollout_id)
                 if why is None:
                     kept.append(place)
@@ -213,7 +211,7 @@ class Group:
 
     def _take_none(self, entry_id: str, info: GroupInfo, reasons: Sequence[Rejected]) -> Rejected | None:
         """Holds a push of which no rollout joins. -> why, where none of them takes the place of a planned one."""
-        counting = [why for why in reasons if why.reason in COUNTING]
+        counting = [why for why in reasons if why.reason.is_instead]
         reason = most_common(why.reason for why in counting or reasons)
         why = next(why for why in reasons if why.reason is reason)
         if reason is Reason.FAILED:
@@ -245,7 +243,8 @@ class Group:
         return [(key, part, why) for key, part, why in judged if why is not None]
 
     def _joins_whole(self, info: GroupInfo, row_tokens: int) -> bool:
-        """True of a part of which nothing can be rejected, the first one of its group: nearly every push is one."""
+        """True of a part of which :meth:`_judge` rejects nothing, the first one of its group: nearly every push is one,
+        and its sums say so."""
         totals = info.totals
         return (
             not self.parts

@@ -30,16 +30,18 @@ class State(StrEnum):
 class Reason(StrEnum):
     """The rule by which rollouts are dropped, in the order of tables and metrics.
 
-    Behind its value stands :attr:`closes`.
+    Behind its value stand :attr:`closes` and :attr:`is_instead`.
     """
 
     closes: bool
     """It ends a group as a whole, which leaves a tombstone. The others concern rollouts or parts of one: the group may
     still be trained with the rest, so a tombstone would lose it at the next takeover."""
+    is_instead: bool
+    """A rollout that it drops came all the same, as one of those that were planned: its group waits for no other."""
 
-    def __new__(cls, value: str, closes: bool) -> Reason:
+    def __new__(cls, value: str, closes: bool, is_instead: bool = False) -> Reason:
         made = str.__new__(cls, value)
-        made._value_, made.closes = value, closes
+        made._value_, made.closes, made.is_instead = value, closes, is_instead
         return made
 
     STALE = "stale", True
@@ -50,11 +52,11 @@ class Reason(StrEnum):
     """Too few of its rollouts came in time, or a scorer did not."""
     FLAT = "flat", True
     """It teaches nothing, and no more of such groups are wanted."""
-    OVERSIZED = "oversized", False
+    OVERSIZED = "oversized", False, True
     """It is longer than a row."""
-    INVALID = "invalid", False
+    INVALID = "invalid", False, True
     """It is malformed, has no reward, or holds a number that cannot be trained."""
-    FAILED = "failed", False
+    FAILED = "failed", False, True
     """It is an attempt that failed, and has no reward."""
     LATE = "late", False
     """Its group was whole or closed when it arrived."""
