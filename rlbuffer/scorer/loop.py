@@ -30,13 +30,13 @@ from rlbuffer.errors import (
     PushFailed,
     RewardFailed,
     RlbufferError,
-    RunDamaged,
     RunGone,
     ServerRefused,
 )
 from rlbuffer.process.heartbeat import starting
 from rlbuffer.process.logs import fields
 from rlbuffer.process.progress import ThroughputLog
+from rlbuffer.process.serving import serve_until_stopped
 from rlbuffer.process.signals import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Group
@@ -139,25 +139,13 @@ class _Scorer:
 
     async def run(self) -> bool:
         """Returns True when the run has ended."""
-        has_ended = False
         self._beat.start()
         gives = sorted(self._gives)
         _log.info("gives %s", ", ".join(gives), extra=fields("ready", gives=gives))
         try:
-            while not (self._stop.is_set() or has_ended):
-                self._forget()
-                try:
-                    has_ended = await self._serve_run(self._producer())
-                except Stopped:
-                    break
-                except RunGone as error:
-                    self._beat.error = str(error)
-                    _log.warning("%s", error, extra=fields("restart"))
-                    if isinstance(error, RunDamaged):  # until a person has mended it
-                        await asyncio.sleep(RETRY_SECONDS)
-                except ServerRefused as error:
-                    self._beat.waiting = Waiting(kind=Wait.SERVER, detail=str(error))
-                    await asyncio.sleep(RETRY_SECONDS)
+            return await serve_until_stopped(
+                self._serve_run, stop=self._stop, forget=self._run_gone, refused=self._refused
+            )
         finally:
             self._beat.hold([])
             self._beat.close()
@@ -167,7 +155,13 @@ class _Scorer:
             counts |= {"late": beat.late, "failed_groups": beat.failed_groups}
             text = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items())
             _log.info("stopped: %s", text, extra=fields("stopped", **counts))
-        return has_ended
+
+    def _run_gone(self, error: RunGone) -> None:
+        self._beat.error = str(error)
+        _log.warning("%s", error, extra=fields("restart"))
+
+    def _refused(self, error: ServerRefused) -> None:
+        self._beat.waiting = Waiting(kind=Wait.SERVER, detail=str(error))
 
     def _producer(self) -> Producer:
         meta = self._store.open_run()
@@ -179,8 +173,10 @@ class _Scorer:
         """The run has ended, or its trainer has made its last step since this scorer began."""
         return self._store.meta().finished not in ("", self._known_end) or self._store.has_ended()
 
-    async def _serve_run(self, producer: Producer) -> bool:
+    async def _serve_run(self) -> bool:
         """Serves the run until it is stopped, or the run has ended (-> True)."""
+        self._forget()
+        producer = self._producer()
         looked = float("-inf")
         while not self._stop.is_set():
             if self._store.losses() != self._losses:

@@ -28,7 +28,6 @@ from rlbuffer.errors import (
     ConfigError,
     EnvDone,
     RlbufferError,
-    RunDamaged,
     RunGone,
     ServerRefused,
     ServerUnreachable,
@@ -40,6 +39,7 @@ from rlbuffer.errors import (
 )
 from rlbuffer.process.heartbeat import BEAT_SECONDS
 from rlbuffer.process.logs import fields
+from rlbuffer.process.serving import serve_until_stopped
 from rlbuffer.process.signals import Stopped
 from rlbuffer.process.threads import in_thread
 from rlbuffer.records.group import Ticket
@@ -49,7 +49,7 @@ from rlbuffer.store.worker import WorkerStore
 from rlbuffer.weights.cache import VersionCache
 from rlbuffer.worker.envs import Env, Prompt, Skip, close_env, make_env, with_tokenizer
 from rlbuffer.worker.evaluation import Evaluator
-from rlbuffer.worker.faults import FIRST_PAUSE_SECONDS, Fault, fault_of
+from rlbuffer.worker.faults import Fault, fault_of
 from rlbuffer.worker.group_maker import GroupMaker, in_words, rollout_limit
 from rlbuffer.worker.groups_in_flight import WORKER_POLL_SECONDS, GroupsInFlight
 from rlbuffer.worker.heartbeat import WORKER_TICKET_SECONDS, WorkerHeartbeat, telling_start, telling_why
@@ -154,7 +154,7 @@ class _Worker:
 
     def __post_init__(self) -> None:
         run = self.buffer.settings
-        self._is_done = self._is_draining = False
+        self._is_draining = False
         # Where another worker changes the weights, nobody knows here which version answers.
         self._is_alone = bool(self.settings.sampler_options.get("updates_weights", True))
         self._unchecked = CHECKED_LOADS if self._is_alone else 1
@@ -214,32 +214,9 @@ class _Worker:
     async def run(self) -> bool:
         self._heartbeat.start()
         try:
-            while not self.stop.is_set() and not self._is_done:
-                try:
-                    await self._serve_run(
-                        self.buffer.writer(
-                            self.name,
-                            on_retry=self._groups.held_up,
-                            ticket_seconds=WORKER_TICKET_SECONDS,
-                            section=self.section,
-                        )
-                    )
-                except Stopped:
-                    break
-                except RunGone as error:
-                    # Another epoch, or another run under the name: version numbers and tickets mean something else.
-                    self._heartbeat.error = str(error)
-                    self._look = None
-                    self._versions.forget()
-                    self._evaluator.forget()
-                    self._groups.forget()
-                    _log.warning("%s", error, extra=fields("restart"))
-                    if isinstance(error, RunDamaged):  # until a person has mended it
-                        await asyncio.sleep(FIRST_PAUSE_SECONDS)
-                except ServerRefused as error:
-                    # It takes no writes for now. Tickets expire, groups are pushed as soon as it does.
-                    self._heartbeat.waits(Waiting(kind=Wait.SERVER, detail=str(error)))
-                    await asyncio.sleep(FIRST_PAUSE_SECONDS)
+            return await serve_until_stopped(
+                self._serve_run, stop=self.stop, forget=self._run_gone, refused=self._refused
+            )
         finally:
             if self._look is not None:  # whatever it finds, nobody asks any more
                 self._look[1].cancel()
@@ -250,7 +227,19 @@ class _Worker:
             self._groups.close()
             self._heartbeat.close()
             self._heartbeat.stopped()
-        return self._is_done
+
+    def _run_gone(self, error: RunGone) -> None:
+        """Another epoch, or another run under the name: version numbers and tickets mean something else."""
+        self._heartbeat.error = str(error)
+        self._look = None
+        self._versions.forget()
+        self._evaluator.forget()
+        self._groups.forget()
+        _log.warning("%s", error, extra=fields("restart"))
+
+    def _refused(self, error: ServerRefused) -> None:
+        """The server takes no writes for now. Tickets expire, groups are pushed as soon as it does."""
+        self._heartbeat.waits(Waiting(kind=Wait.SERVER, detail=str(error)))
 
     def _no_ticket(self) -> Waiting:
         """The reason why there is no ticket."""
@@ -269,8 +258,15 @@ class _Worker:
             return Waiting(kind=Wait.NO_SHARE, env=self.env.name, detail=", ".join(self._shares))
         return Waiting(kind=Wait.TICKET, env=self.env.name)
 
-    async def _serve_run(self, writer: Writer) -> None:
-        """Serves one epoch of the run. Returns when told to stop; whatever is in flight then is abandoned."""
+    async def _serve_run(self) -> bool:
+        """Serves one epoch of the run. Returns when told to stop, or (True) when its env is done; whatever is in flight
+        then is abandoned."""
+        writer = self.buffer.writer(
+            self.name,
+            on_retry=self._groups.held_up,
+            ticket_seconds=WORKER_TICKET_SECONDS,
+            section=self.section,
+        )
         groups, sampler, pauses = self._groups, self.sampler, pauses_between_asks()
         await self._compare_prompts()
         watch = asyncio.create_task(self._watch())
@@ -303,13 +299,14 @@ class _Worker:
                     await groups.release(tickets)
         except EnvDone as error:
             # Another worker has made the groups in flight here: they were its own before their tickets expired.
-            self._is_done = True
             _log.info("%s", error, extra=fields("done", env=self.env.name))
+            return True
         except (RunGone, ServerUnreachable, ServerRefused):
             self._heartbeat.let_go()  # the tickets mean nothing any more, or cannot be given back: they expire
             raise
         finally:
             await groups.land(watch)
+        return False
 
     async def _compare_prompts(self) -> None:
         """Tells where the env has other prompts than those that the run's tickets have counted."""
