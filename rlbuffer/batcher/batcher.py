@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.batcher import adapters, admission, budget, closing, pace, situation, slow, step_plan
-from rlbuffer.batcher.group import Rejected
+from rlbuffer.batcher.group import Group, Rejected
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.pool import EnvGroups, Pool
 from rlbuffer.batcher.selection import Limits, Trial, select
@@ -70,11 +70,11 @@ class Batcher:
         >>> import numpy as np
         >>> from rlbuffer.testing import make_group
         >>> batcher = Batcher(BatcherConfig(32, step_groups=2))
-        >>> batcher.add(make_group(env="math", seed=0).info(), entry_id="1-0", now=0.0)
+        >>> _ = batcher.add(make_group(env="math", seed=0).info(), entry_id="1-0", now=0.0)
         >>> rng = np.random.default_rng(0)
         >>> batcher.next(1, world_size=1, now=0.0, rng=rng).why.kind
         <Wait.FILLING: 'filling'>
-        >>> batcher.add(make_group(env="math", seed=1).info(), entry_id="2-0", now=1.0)
+        >>> _ = batcher.add(make_group(env="math", seed=1).info(), entry_id="2-0", now=1.0)
         >>> decision = batcher.next(1, world_size=1, now=1.0, rng=rng)
         >>> decision.plan.group_ids
         ('math.0', 'math.1')
@@ -124,8 +124,11 @@ class Batcher:
         uses: int = 0,
         pushed: float | None = None,
         replaces: str = "",
-    ) -> None:
+    ) -> Group | None:
         """Takes in one push: a group or a part of one. An entry that is known already is ignored.
+
+        Returns:
+            The group, where this push is all of it and nothing more is to come: what it teaches can be told. None else.
 
         Args:
             info: what was pushed.
@@ -140,11 +143,12 @@ class Batcher:
         """
         if uses:
             self.restore([(entry_id, info)], uses=uses, now=now, pushed=pushed)
-            return
-        self._pool.add(info, entry_id, now, pushed, replaces)
+            return None
+        group = self._pool.add(info, entry_id, now, pushed, replaces)
         self._awaited.discard(info.env)
         if not replaces:
             self._patience.heard(info.env, self._pool.now)
+        return group
 
     def restore(
         self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None

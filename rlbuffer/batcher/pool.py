@@ -189,17 +189,21 @@ class Pool:
         self._unranked: list[Group] = []
 
     # -- arriving -----------------------------------------------------------------------------------------------------
-    def add(self, info: GroupInfo, entry_id: str, now: float, pushed: float | None = None, replaces: str = "") -> None:
-        """Merges one push into its group; an entry that is already here is ignored. `replaces` is gone then."""
+    def add(
+        self, info: GroupInfo, entry_id: str, now: float, pushed: float | None = None, replaces: str = ""
+    ) -> Group | None:
+        """Merges one push into its group; an entry that is already here is ignored. `replaces` is gone then. -> the
+        group, where this push is all of it, and nothing more is to come."""
         if entry_id in self._entries:
-            return
+            return None
         self.now = max(self.now, now)
+        group = self._groups.get(info.group_id)
         if replaces in self._entries and self._exchange(info, entry_id, replaces):
-            return
+            return _alone(group, entry_id)
         self._entries[entry_id] = info.group_id
         if info.group_id in self._closed:
             self._queue(drop_part(entry_id, info, Rejected(Reason.LATE, "the group is closed")), {entry_id: info})
-            return
+            return None
         group = self._groups.get(info.group_id)
         if group is None:
             group = self._begin(info, pushed)
@@ -211,6 +215,7 @@ class Pool:
         self._unjudged.append(group)
         if not group.is_ready:
             self._settle(group)
+        return _alone(group, entry_id)
 
     def restore(
         self, parts: Sequence[tuple[str, GroupInfo]], *, uses: int, now: float, pushed: float | None = None
@@ -519,6 +524,12 @@ class Pool:
             if at + keep >= self.now or step + steps >= self._step:
                 break
             self._closed.popitem(last=False)
+
+
+def _alone(group: Group | None, entry_id: str) -> Group | None:
+    """The group, where this entry is all of it, and nothing more is to come."""
+    is_alone = group is not None and group.parts.keys() == {entry_id} and not group.is_waiting
+    return group if is_alone else None
 
 
 def _oldest_kept(step: int, max_age: int, published: int | None) -> int:

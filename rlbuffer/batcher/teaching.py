@@ -25,7 +25,7 @@ from rlbuffer.batcher.step_plan import advantages_of, all_train, trained_tokens
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.checks import MAX_NUMBER
-from rlbuffer.records.info import GroupInfo, are_flat
+from rlbuffer.records.info import are_flat
 from rlbuffer.state.text import plural
 
 OWN = "advantages"
@@ -89,13 +89,6 @@ class Teaching:
         if self.anyway(group.infos, _columns(group)):
             return MOST
         return float(np.var(self.judged(group.infos)))
-
-    def of_push(self, info: GroupInfo) -> bool | None:
-        """The same of a group that is one push; None of a part, or of one that is not scored yet."""
-        group = Group(info, 0.0)
-        if group.take("", info, self._config.row_tokens) is not None or group.is_waiting:
-            return None
-        return self.of(group)
 
     def anyway(self, rollouts: Sequence[Rewarded], columns: Iterable[str]) -> bool:
         """True when these rollouts, with further columns of these names, teach whatever their rewards are."""

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.batcher.group import Group
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW_DTYPE, GroupInfo, rollouts_of
@@ -121,12 +122,13 @@ class EnvStats:
         self._builds = Histogram(SHORT_SECONDS)
         self.envs, self.run, self.problems = {}, {}, []
 
-    def arrived(self, entry: PoolEntry) -> None:
-        """A push was read. What a takeover reads was counted by the leader before."""
+    def arrived(self, entry: PoolEntry, group: Group | None) -> None:
+        """A push was read: all of `group`, or a part (None). What a takeover reads was counted by the leader before."""
         if self._batcher is None or entry.info is None or not entry.info.totals.rollouts:
             return
         newest = self.published.get(entry.info.adapter, -1)
-        self._pushes.append(_Note(entry.info, newest, not entry.replaces, self._batcher.teaching.of_push(entry.info)))
+        teaches = None if group is None else self._batcher.teaching.of(group)
+        self._pushes.append(_Note(entry.info, newest, not entry.replaces, teaches))
         if len(self._pushes) >= MOST_NOTES:
             self._sum_up()
 

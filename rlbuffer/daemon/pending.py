@@ -116,12 +116,12 @@ class Pending:
                 undecodable.append((_invalid(entry, entry.error), [entry]))
                 continue
             self._entries[entry.entry_id] = entry
-            self._reporter.stats.arrived(entry)
             replaces = self._replaced(entry)
             pushed = min(entry.pushed_ms / 1000, now)  # an id may lie ahead of the clock
             # Time in which no batcher ran does not count against a group that is not full yet.
             since = max(pushed, self._since)
-            self.batcher.add(entry.info, entry_id=entry.entry_id, now=since, pushed=pushed, replaces=replaces)
+            group = self.batcher.add(entry.info, entry_id=entry.entry_id, now=since, pushed=pushed, replaces=replaces)
+            self._reporter.stats.arrived(entry, group)
             env, _, number = entry.group_id.rpartition(".")
             if env == entry.env and _NUMBER.match(number):
                 self._tickets.setdefault(env, []).append(int(number))

@@ -182,7 +182,7 @@ class StepPlan:
         >>> batcher = rlbuffer.batcher.Batcher(rlbuffer.BatcherConfig(16, step_groups=2))
         >>> for seed in (3, 4):
         ...     info = rlbuffer.testing.make_group(env="math", lengths=[8, 12], seed=seed).info()
-        ...     batcher.add(info, entry_id=f"{seed}-0", now=0.0)
+        ...     _ = batcher.add(info, entry_id=f"{seed}-0", now=0.0)
         >>> step = batcher.next(1, world_size=2, now=0.0, rng=np.random.default_rng(0)).plan
         >>> step.group_ids, str(step.closed_by), step.tokens
         (('math.3', 'math.4'), 'groups', 40)

@@ -47,12 +47,16 @@ class Leading:
     def __init__(self, batcher: Batcher | None = None) -> None:
         self.stats = EnvStats()
         self.stats.published = {"": 3}
-        self.stats.lead(batcher or Batcher(CONFIG), CONFIG)
-        self._step = 0
+        self._batcher = batcher or Batcher(CONFIG)
+        self.stats.lead(self._batcher, CONFIG)
+        self._step = self._pushes = 0
 
     def read(self, *infos: GroupInfo, replaces: str = "") -> None:
-        for number, info in enumerate(infos):
-            self.stats.arrived(entry_of(info, number, replaces))
+        for info in infos:
+            self._pushes += 1
+            entry = entry_of(info, self._pushes, replaces)
+            group = self._batcher.add(info, entry_id=entry.entry_id, now=0.0, replaces=replaces)
+            self.stats.arrived(entry, group)
 
     def step(self) -> EnvState:
         """-> what is known of env math after a step."""

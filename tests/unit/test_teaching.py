@@ -116,7 +116,10 @@ def test_everything_that_asks_whether_a_group_teaches_gets_one_answer(fields, se
         make_group(env="a", size=len(fields["lengths"]), group_id="g").info(),
         **{key: fields[key] for key in ("rollouts", "columns")},
     )
-    assert batcher(step_groups=1).teaching.of_push(info) is teaches
+    counted = made(needs=needs, **settings)
+    group = counted.add(info, entry_id="1-0", now=0.0)
+    assert group is not None
+    assert counted.teaching.of(group) is teaches
 
 
 def test_by_priority_own_advantages_go_first_and_what_teaches_nothing_last():
