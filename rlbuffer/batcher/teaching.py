@@ -78,8 +78,8 @@ class Teaching:
         return group.flatness
 
     def trains(self, group: Group) -> bool:
-        """True when a token of the group is trained."""
-        return bool(trained_tokens([group], self._config).any())
+        """True when a token of a ready group is trained."""
+        return self.flatness(group) != UNTRAINED
 
     def lesson(self, group: Group) -> float:
         """How much a ready group teaches, as far as can be told without its payload: the variance over n of what it is

@@ -104,8 +104,9 @@ class Pressure:
         self.freed()
 
     def freed(self) -> None:
-        """Memory comes back: what was seen before does not count any more."""
-        self._looks = []
+        """Memory comes back: where it was short, what was seen before does not count any more."""
+        if self.may_be_short:
+            self._looks = []
 
     def retires_up_to(self, done: int) -> int | None:
         """85 %: the last step to retire early now, None when nothing has to go. `done`: the last that is trained.

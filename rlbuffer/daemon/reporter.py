@@ -60,6 +60,8 @@ class Reporter:
         """Records of the newest steps, the newest first."""
         self._lesson: Problem | None = None
         """Nothing is to be learned from them."""
+        self._is_unread, self._read_at = False, float("-inf")
+        """A step was committed since the lesson was read; and when (monotonic) that was."""
 
     def forget(self) -> None:
         """A new leadership: says again why there is no step, and counts from 0."""
@@ -68,7 +70,12 @@ class Reporter:
         self._drops = {}
         self._steps.clear()
         self._steps.extend(last_steps(self._store.history(READ_RECORDS)))
-        self._lesson = nothing_to_learn(self._steps, self._store.history(LAST_STEPS, of="records"))
+        self._read_lesson(time.monotonic())
+
+    def _read_lesson(self, now: float) -> None:
+        trained = self._store.history(LAST_STEPS, of="records")  # a step or two behind
+        self._lesson = nothing_to_learn(self._steps, trained)
+        self._is_unread, self._read_at = False, now
 
     def say(
         self,
@@ -81,8 +88,10 @@ class Reporter:
         `beat`, made then, the numbers of its envs, and what somebody must cure: `own`. What `others` say of themselves
         is told here only.
         """
-        own = [*own, *self.stats.problems, *([self._lesson] if self._lesson else [])]
         now = time.monotonic()
+        if self._is_unread and now - self._read_at > TELEMETRY_SECONDS:
+            self._read_lesson(now)
+        own = [*own, *self.stats.problems, *([self._lesson] if self._lesson else [])]
         if waiting is None or waiting.key != self._lasts[0]:
             self._lasts = None if waiting is None else waiting.key, now
         elif waiting.kind is Wait.VERSION:
@@ -154,9 +163,7 @@ class Reporter:
         _log.info("%s", text, extra=own)
         figures = {"groups": len(header.group_ids), "rollouts": header.rollouts, "reward": header.reward, "flat": flat}
         self._steps.appendleft(figures)
-        trained = self._store.history(LAST_STEPS, of="records")  # a step or two behind
-        self._lesson = nothing_to_learn(self._steps, trained)
-        self._drops = {}
+        self._is_unread, self._drops = True, {}
 
 
 def step_line(header: StepHeader, build_ms: float, drops: Mapping[str, Sequence[int]], flat: int) -> str:
