@@ -48,14 +48,14 @@ def installed_by(extra: str) -> str:
     return f"pip install '.[{extra}]' in the checkout of rlbuffer"
 
 
-def clause(said: object) -> str:
+def clause(sentence: object) -> str:
     """What an error or somebody else says, to go on from in a sentence: without the full stop at its end.
 
     Example:
         >>> clause("The disk is full."), clause("it waits ..."), clause(NotFound("no step 9"))
         ('The disk is full', 'it waits ...', 'no step 9')
     """
-    text = str(said).rstrip()
+    text = str(sentence).rstrip()
     return text[:-1] if text.endswith(".") and not text.endswith("..") else text
 
 

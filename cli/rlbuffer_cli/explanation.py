@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlbuffer.checks.loading import checks_of
-from rlbuffer.config.explain import known, meant_by, pattern_of, tables
+from rlbuffer.config.explain import known_settings, meant_by, pattern_of, tables
 from rlbuffer.config.loading import PREFIX, Given, places
 from rlbuffer.errors import ConfigError
 from rlbuffer_cli.text import as_json
@@ -28,8 +28,8 @@ def explain(key: str, given: Given) -> list[dict[str, Any]]:
     """
     pattern = pattern_of(key)
     inside = [table.settings for table in tables() if table.name == pattern]
-    same = [name for name in known() if name.rpartition(".")[2] == key]
-    if pattern in known():
+    same = [name for name in known_settings() if name.rpartition(".")[2] == key]
+    if pattern in known_settings():
         return [_explained(pattern, key, given)]
     if inside and pattern:
         return [_explained(setting.name, setting.name, given) for setting in inside[0]]
@@ -42,7 +42,7 @@ def explain(key: str, given: Given) -> list[dict[str, Any]]:
 
 
 def _explained(name: str, asked: str, given: Given) -> dict[str, Any]:
-    setting = known()[name]
+    setting = known_settings()[name]
     return {
         "schema": "rlbuffer.explanation/1",
         "name": name,
@@ -51,8 +51,8 @@ def _explained(name: str, asked: str, given: Given) -> dict[str, Any]:
         "default": setting.default.replace("`", ""),
         "variable": "" if "NAME" in name else PREFIX + name.replace(".", "__").upper(),
         "given": [
-            {"name": own, "value": shown(own, value), "source": source}
-            for own, value, source in _values(name, asked, given)
+            {"name": setting_name, "value": shown(setting_name, value), "source": source}
+            for setting_name, value, source in _values(name, asked, given)
         ],
         "checked": [
             {"check": check.name, "text": check.about, "settings": list(check.settings)} for check in checks_of(name)

@@ -148,7 +148,7 @@ class LiveRun:
         self._planned = settings.trainer.steps if planned is None else planned
         self._is_onlooker = log_file is not None
         """The processes began long before."""
-        self.said: deque[str] = deque(maxlen=KEPT_SAID)
+        self.messages: deque[str] = deque(maxlen=KEPT_SAID)
         """What the command itself has said: it is printed when the screen is gone."""
         self._every = every
         self._log = None if log_file is None else LinesTail(log_file)
@@ -194,7 +194,7 @@ class LiveRun:
     def say(self, text: str) -> None:
         """Lines of the command itself."""
         for line in text.splitlines():
-            self.said.append(line)
+            self.messages.append(line)
             self.lines.append(line)
 
     def log(self, name: str, line: str) -> None:
@@ -211,8 +211,8 @@ class LiveRun:
                 self.records.append(record)
                 self._on_step(record)
             for line in [] if self._log is None else self._log.new():
-                said = LOG_LINE.match(line)
-                if said is None or not SHOWN_ALREADY.match(said["text"]):
+                log_line = LOG_LINE.match(line)
+                if log_line is None or not SHOWN_ALREADY.match(log_line["text"]):
                     self.lines.append(line)
 
     def _ask(self) -> None:
@@ -331,9 +331,9 @@ def shown(watch: LiveRun, *, take: Callable[[str], None] = lambda key: None) -> 
         with screen, redirect_stdout(_Lines(watch.say)), redirect_stderr(_Lines(watch.say)), pressed(press):
             yield
     finally:
-        if watch.said:
+        if watch.messages:
             watch.lines.clear()  # they are among what was said
-        look.show(*(Text(printable(line)) for line in watch.said), watch)
+        look.show(*(Text(printable(line)) for line in watch.messages), watch)
 
 
 @contextmanager

@@ -223,9 +223,9 @@ class RunFlags:
 
     def flags(self, *parts: str) -> dict[str, tuple[str, Any]]:
         """Setting -> (flag, value), also of those that :func:`setting` declares; `parts`: as of :meth:`load`."""
-        own = {"redis_url": ("--redis", self.redis), "run": ("--run", self.run), "home": ("--home", self.home)}
+        flags = {"redis_url": ("--redis", self.redis), "run": ("--run", self.run), "home": ("--home", self.home)}
         typed = click.get_current_context().meta.get(SETTINGS, {})
-        return own | {f"{parts[0]}{name}" if name.startswith(".") else name: typed[name] for name in typed}
+        return flags | {f"{parts[0]}{name}" if name.startswith(".") else name: typed[name] for name in typed}
 
     def again(self, run: str) -> str:
         """The flags that lead another command to this run."""

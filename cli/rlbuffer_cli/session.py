@@ -72,17 +72,17 @@ def open_existing(loaded: Loaded, *, even_damaged: bool = False) -> Buffer:
     from rlbuffer.config.loading import meant_run
 
     check_home(loaded)
-    buffer, own = connected(loaded, "inspect"), loaded.settings.run
+    buffer, given_run = connected(loaded, "inspect"), loaded.settings.run
     try:
         runs = buffer.store.runs()
         run, latest = meant_run(loaded, runs), max(runs, key=lambda name: runs[name], default="")
         if run not in runs:
             there = f" Runs there: {', '.join(sorted(runs, key=lambda r: -runs[r])[:8])}." if runs else ""
             raise NotFound(f"there is no run {run!r} on {buffer.store.server()['address']}.{there}")
-        if loaded.place("run") not in NAMED and not run == own == latest:
+        if loaded.place("run") not in NAMED and not run == given_run == latest:
             why = "the one opened last" if run == latest else f'of {loaded.place("run")}; "{latest}" was opened later'
             say(f'showing run "{run}", {why} (--run chooses another)', err=True)
-        if run != own:
+        if run != given_run:
             buffer.close()
             buffer = connected(loaded, "inspect", run)
         try:

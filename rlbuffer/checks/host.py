@@ -217,10 +217,10 @@ def devices(c: Context) -> Iterator[Finding]:
             return
         beyond = [gpu for gpu in gpus if isinstance(gpu, int) and gpu >= there]
         if there == 0:
-            said = f"device = {device!r}" if device == "cuda" else f"gpus = {list(gpus)}"
+            choice = f"device = {device!r}" if device == "cuda" else f"gpus = {list(gpus)}"
             if device == "cuda" or (gpus and device == "auto"):
                 fix = f'Set {section}.device = "cpu" to do without'
-                yield failure(f"{section}.{said}: this host has no GPU", f"{section}.{said.split()[0]}", fix=fix)
+                yield failure(f"{section}.{choice}: this host has no GPU", f"{section}.{choice.split()[0]}", fix=fix)
         elif beyond:
             text = f"{section}.gpus = {list(gpus)}: this host has {plural(there, 'GPU')}, numbered from 0"
             yield failure(text, f"{section}.gpus")
@@ -364,11 +364,11 @@ def _of_worker(c: Context, name: str, worker: WorkerSettings) -> Iterator[NamedF
 
 def _env(c: Context, section: str, options: WorkerSettings | EvaluationSettings) -> NamedFunction:
     config = config_of(c.settings.model)
-    known = config.get("vocab_size")
+    vocab_size = config.get("vocab_size")
     given = {
         "name": options.env,
         "options": options.env_options,
-        "vocab_size": known if isinstance(known, int) else 0,
+        "vocab_size": vocab_size if isinstance(vocab_size, int) else 0,
         "model_path": c.settings.model.path,
     }
     return NamedFunction(section, "rlbuffer.worker.envs:wrong_env", given=given)

@@ -78,7 +78,7 @@ def wrong(asked: Sequence[NamedFunction], folders: Sequence[str], python: Python
         why = f"has rlbuffer {version}, this is {rlbuffer.__version__}" if version else f"has none: it {why}{last}"
         return [Wrong(python.setting, f"{python.setting} = {program!r} {why}")]
     answers = [[Wrong(*found) for found in json.loads(line)] for line in lines]
-    found = [said for answer in answers for said in answer]
+    found = [problem for answer in answers for problem in answer]
     if len(answers) < len(asked):  # the first one that is not answered is the one that did it
         one = asked[len(answers)]
         path = one.path if one.given is None else one.given.get("name", one.path)

@@ -42,8 +42,8 @@ def load(
     for finding in found_in(loaded, parts, has_host=bool(parts)):
         if any(loading.concerns(name, in_values) for name in finding.settings):
             continue  # it may be there only because that setting was left out
-        said = clause(finding.text) + (f". {finding.fix}" if finding.fix else "")
-        kinds[finding.level][said] = next(iter(finding.settings), "")
+        message = clause(finding.text) + (f". {finding.fix}" if finding.fix else "")
+        kinds[finding.level][message] = next(iter(finding.settings), "")
     if wrong:
         raise refusal.together(wrong)
     return replace(loaded, warnings=tuple(warnings))

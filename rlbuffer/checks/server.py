@@ -161,8 +161,8 @@ def _found(c: Context, each: Check) -> Iterator[Finding]:
     try:
         yield from each.found(c)
     except ServerUnsuitable as error:
-        said = f"not known: {str(error).splitlines()[0]}"
-        yield replace(warning(said, fix="Let this user ask it"), check=each.name)
+        message = f"not known: {str(error).splitlines()[0]}"
+        yield replace(warning(message, fix="Let this user ask it"), check=each.name)
 
 
 def _asked(c: Context, question: Callable[[redis.Redis], _T]) -> _T:
@@ -235,8 +235,8 @@ def _sentinels(watchers: Watchers) -> Iterator[Finding]:
     if len(named) > 1:
         yield warning(f"sentinels disagree: {', '.join(named)}", fix="Look again when their failover is over")
     elif named:
-        said = plural(named.total(), "sentinel")
-        yield ok(f'primary of "{watchers.service}": {next(iter(named))}, by {said} of {len(watchers.places)}')
+        sentinels = plural(named.total(), "sentinel")
+        yield ok(f'primary of "{watchers.service}": {next(iter(named))}, by {sentinels} of {len(watchers.places)}')
 
 
 @check("server.maxmemory batcher.row_tokens")

@@ -41,14 +41,14 @@ def group_size(c: Context) -> Iterator[Finding]:
         required, setting = batcher.for_env(options.env).min_group_size, f"worker.{name}.group_size"
         if required > options.group_size:
             override = batcher.envs.get(options.env)
-            own = override is not None and override.min_group_size is not None
-            least = f"batcher.envs.{options.env}.min_group_size" if own else "batcher.min_group_size"
+            is_of_env = override is not None and override.min_group_size is not None
+            least = f"batcher.envs.{options.env}.min_group_size" if is_of_env else "batcher.min_group_size"
             text = f"{least} = {required}, but {setting} = {options.group_size}: no group would ever be trained"
             yield failure(text, least, setting)
         elif options.group_size == 1 and needs_advantage(c.settings.trainer.loss):
             estimator, override = batcher.for_env(options.env).advantage, batcher.envs.get(options.env)
-            own = override is not None and override.advantage is not None
-            by = f"batcher.envs.{options.env}.advantage" if own else "batcher.advantage"
+            is_of_env = override is not None and override.advantage is not None
+            by = f"batcher.envs.{options.env}.advantage" if is_of_env else "batcher.advantage"
             if compares(estimator):
                 text = f"{setting} = 1: {by} = {estimator!r} compares the rollouts of a group, so all advantages are 0"
                 yield warning(text, setting, by, fix='Sample larger groups, or take advantage = "reinforce"')

@@ -74,18 +74,18 @@ def alone(header: StepHeader, config: Mapping[str, Any]) -> dict[str, str]:
     Args:
         config: the batcher's, as the run has it.
     """
-    said = {}
-    for env, its in header.envs.items():
+    messages = {}
+    for env, amounts in header.envs.items():
         override = config.get("envs", {}).get(env, {}).get("advantage")
         estimator = override or config.get("advantage", "")
-        if its["groups"] == its["rollouts"] and compares(estimator) and "advantages" not in header.columns:
+        if amounts["groups"] == amounts["rollouts"] and compares(estimator) and "advantages" not in header.columns:
             setting = f"batcher.envs.{env}.advantage" if override else "batcher.advantage"
-            said[env] = (
+            messages[env] = (
                 f"step {header.step}: each group of env {env} is one rollout, and {setting} = {estimator!r} compares "
                 "the rollouts of a group: their advantages are 0, and they train nothing. Push groups of several "
                 'rollouts, or set it to "reinforce", or push a column advantages'
             )
-    return said
+    return messages
 
 
 def _finite(values: Iterable[float | None]) -> list[float]:

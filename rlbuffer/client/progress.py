@@ -218,10 +218,10 @@ class Progress:
 
         A server that takes no writes for now hears it with the next report that it takes.
         """
-        known = self._announced.get(version.adapter)
-        if known is not None and not version.labels:
-            version = replace(version, labels=known.labels)  # the weights of a version that has a label
-        if known is None or version.version >= known.version:
+        announced = self._announced.get(version.adapter)
+        if announced is not None and not version.labels:
+            version = replace(version, labels=announced.labels)  # the weights of a version that has a label
+        if announced is None or version.version >= announced.version:
             self._announced[version.adapter] = version
         try:
             try:

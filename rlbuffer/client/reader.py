@@ -287,15 +287,15 @@ class Reader:
     def _tell_alone(self, header: StepHeader) -> None:
         """Warns once of each env whose groups are one rollout each and teach nothing, as the leader judges, too: it
         knows what the loss needs. A server that is away is met again by what needs it."""
-        new = {env for env, its in header.envs.items() if its["groups"] == its["rollouts"]} - self._alone
+        new = {env for env, amounts in header.envs.items() if amounts["groups"] == amounts["rollouts"]} - self._alone
         if self.rank or not new:
             return
         self._alone |= new
         with suppress(RlbufferError):
-            said = {env: text for env, text in alone(header, self._store.meta().config).items() if env in new}
-            steps = last_steps(self._store.history(READ_RECORDS)) if said else ()
+            messages = {env: text for env, text in alone(header, self._store.meta().config).items() if env in new}
+            steps = last_steps(self._store.history(READ_RECORDS)) if messages else ()
             flat = max((r.get("flat") or 0 for r in steps if r.get("step") == header.step), default=0)
-            for text in said.values() if flat >= sum(header.envs[env]["groups"] for env in said) else ():
+            for text in messages.values() if flat >= sum(header.envs[env]["groups"] for env in messages) else ():
                 _log.warning("%s", text)
 
     def still_there(self, step: Step) -> bool:
@@ -614,13 +614,13 @@ class Reader:
 
 def check_feeds(run: str, meta: Meta, feeds: str) -> None:
     """Raises ConfigError where the run's steps are for another kind of reader: of ranks, or of a stream."""
-    its = meta.config.get("feeds", "ranks")
-    if not meta.config or its == feeds:
+    kind = meta.config.get("feeds", "ranks")
+    if not meta.config or kind == feeds:
         return
     raise ConfigError(
         f"run {run!r} feeds a stream (batcher.feeds), which has no rows for ranks: read it with `buffer.stream()`"
-        if its == "stream"
-        else f"run {run!r} plans rows for ranks (batcher.feeds = {its!r}), so it has no stream of groups: read it with "
-        f"`buffer.reader()`, or begin another run with batcher.feeds = 'stream'",
+        if kind == "stream"
+        else f"run {run!r} plans rows for ranks (batcher.feeds = {kind!r}), so it has no stream of groups: read it "
+        f"with `buffer.reader()`, or begin another run with batcher.feeds = 'stream'",
         setting="batcher.feeds",
     )

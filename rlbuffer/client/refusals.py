@@ -115,10 +115,10 @@ class LongWait:
             return
         self._next = now + AGAIN_SECONDS
         try:
-            said = str(read_run_state(self._store).waiting or "The batcher is at work.")
+            message = str(read_run_state(self._store).waiting or "The batcher is at work.")
         except RlbufferError as error:
-            said = str(error).splitlines()[0]
-        _log.warning("run %s: waiting for %s for %.0f s. %s", self._store.run, what, now - self._since, said)
+            message = str(error).splitlines()[0]
+        _log.warning("run %s: waiting for %s for %.0f s. %s", self._store.run, what, now - self._since, message)
 
 
 def for_trainer(waiting: Waiting | None) -> Waiting | None:
@@ -136,6 +136,6 @@ def no_batch(store: Viewer, number: int, seconds: float) -> str:
     """The reason why step `number` has not come within `seconds`, as far as the run knows."""
     state = read_run_state(store)
     waiting = for_trainer(state.waiting)
-    said = [str(waiting)] if waiting is not None else []
-    said += map(str, state.problems)
-    return " ".join([f"no batch for step {number} within {seconds:g} s.", *said])
+    sentences = [str(waiting)] if waiting is not None else []
+    sentences += map(str, state.problems)
+    return " ".join([f"no batch for step {number} within {seconds:g} s.", *sentences])

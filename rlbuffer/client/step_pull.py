@@ -82,8 +82,8 @@ class StepPull:
         """
         if header.world_size != self._world_size:
             return self._dealt_again(header)
-        (own,) = self._store.read_parts(header.step, [self._rank])
-        return RankPart(own.rows, own.rollouts, own.row_tokens)
+        (part,) = self._store.read_parts(header.step, [self._rank])
+        return RankPart(part.rows, part.rollouts, part.row_tokens)
 
     def _dealt_again(self, header: StepHeader) -> RankPart:
         """The rows that `redeal` gives to this rank, of all parts: the step was planned for other ranks."""
@@ -159,11 +159,11 @@ class StepPull:
         pulled.groups.update({key: values[key, GROUP_FIELD] for key in request})
         read: dict[int, Payload] = {}
         for i in items:
-            its = opened(values[keys[i], names[i]], rollouts.announced[i], adapters[i], schema, self._can)
-            if isinstance(its, str):
-                pulled.damaged[i] = its
+            rollout_payload = opened(values[keys[i], names[i]], rollouts.announced[i], adapters[i], schema, self._can)
+            if isinstance(rollout_payload, str):
+                pulled.damaged[i] = rollout_payload
             else:
-                read[i] = its
+                read[i] = rollout_payload
         for run in made.runs(segments):
             if not in_range(*made.write(run, read), self._can.vocabulary):
                 for i in made.items[run.segments.start : run.segments.stop]:
@@ -173,10 +173,10 @@ class StepPull:
         made.note(read)
         pulled.keep(read)
 
-    def _is_in_range(self, its: Payload, is_masked: bool) -> bool:
+    def _is_in_range(self, rollout_payload: Payload, is_masked: bool) -> bool:
         """`is_masked`: whatever its marks are, nothing of it is trained."""
-        marks = np.zeros_like(its.loss_mask) if is_masked else its.loss_mask
-        return in_range(its.tokens, marks, its.logprobs, self._can.vocabulary)
+        marks = np.zeros_like(rollout_payload.loss_mask) if is_masked else rollout_payload.loss_mask
+        return in_range(rollout_payload.tokens, marks, rollout_payload.logprobs, self._can.vocabulary)
 
 
 class Pulled:
@@ -202,15 +202,17 @@ class Pulled:
 
     def keep(self, read: Mapping[int, Payload]) -> None:
         """Copies what samples have of payloads."""
-        for i, its in read.items():
-            if its.details.successes:
-                self.successes[i] = its.details.successes
-            if (metadata := bytes(its.details.metadata)) not in NO_METADATA:
+        for i, rollout_payload in read.items():
+            if rollout_payload.details.successes:
+                self.successes[i] = rollout_payload.details.successes
+            if (metadata := bytes(rollout_payload.details.metadata)) not in NO_METADATA:
                 self.metadata[i] = metadata
-            if its.attachments:
-                self.attachments[i] = {name: _copied(array) for name, array in its.attachments.items()}
-            if "advantages" in its.columns and i not in self.masked:
-                self.advantages[i] = trained_advantage(self._planned[i], its.columns, its.loss_mask)
+            if rollout_payload.attachments:
+                self.attachments[i] = {name: _copied(array) for name, array in rollout_payload.attachments.items()}
+            if "advantages" in rollout_payload.columns and i not in self.masked:
+                self.advantages[i] = trained_advantage(
+                    self._planned[i], rollout_payload.columns, rollout_payload.loss_mask
+                )
 
 
 def _copied(array: NDArray[Any]) -> NDArray[Any]:
@@ -277,10 +279,10 @@ def _samples(
 def _metadata(packed: bytes) -> Mapping[str, Any]:
     """As :func:`_answer`: one that cannot be read is shown as missing."""
     try:
-        its = loads(packed, limit=MAX_DETAILS_BYTES, max_items=MAX_ITEMS)
+        metadata = loads(packed, limit=MAX_DETAILS_BYTES, max_items=MAX_ITEMS)
     except PayloadError:
         return {}
-    return its if isinstance(its, dict) else {}
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def _answer(group: bytes | None) -> Any:

@@ -131,7 +131,7 @@ class GroupPull:
                 damaged.setdefault(ref.number, (ref, sequence))
             else:
                 rollouts.setdefault(ref.number, []).append(sequence)
-        sound = {number: _whole(its) for number, its in rollouts.items() if number not in damaged}
+        sound = {number: _whole(records) for number, records in rollouts.items() if number not in damaged}
         first = refs[0]
         credit = {ref.number: ref.advantage for ref in refs}
         answer, metadata = self._of_group(first.payload_key)
@@ -291,7 +291,7 @@ class Stream:
         if not self._is_resumed:
             self.resume()
         for taken in self.reader.given(self._next):
-            held = _Held(header=taken.header, rollouts={its.rollout_id: _told(its) for its in taken.rollouts})
+            held = _Held(header=taken.header, rollouts={held.rollout_id: _told(held) for held in taken.rollouts})
             is_first, part = taken.place == self._place + 1, self._part
             if is_first and part:
                 taken = replace(taken, part=part)
@@ -299,7 +299,7 @@ class Stream:
             with self._lock:
                 self._held[taken.place] = held
                 self._next = taken.place + 1
-                self.reader.holds(tuple(its.step() for _, its in sorted(self._held.items())))
+                self.reader.holds(tuple(held.step() for _, held in sorted(self._held.items())))
             yield taken
 
     def trained(self, place: Taken | int, *, part: int = 0, unused: Iterable[str] = ()) -> None:
@@ -352,7 +352,7 @@ class Stream:
                 return self._version
             version = self._version + 1
             kept = _largest_max_age(self._store.meta()) + SPARE_LABELS
-            labels = {other: its for other, its in self._labels.items() if its > version - kept and other != name}
+            labels = {other: label for other, label in self._labels.items() if label > version - kept and other != name}
             self._labels, self._label, self._version = labels | {name: version}, name, version
             self.reader.announce(PolicyVersion(version=version, labels=self._labels))
             return version
@@ -437,13 +437,13 @@ def _checked(state: Any) -> tuple[int, frozenset[str], int]:
 
 def _told(rollout: Rollout) -> NotTrained:
     """What is told of a rollout that is not trained."""
-    spans = [span.policy_version for its in rollout.sequences for span in its.version_spans]
-    tokens = sum(len(its.tokens) for its in rollout.sequences)
+    spans = [span.policy_version for sequence in rollout.sequences for span in sequence.version_spans]
+    tokens = sum(len(sequence.tokens) for sequence in rollout.sequences)
     return NotTrained(tokens=tokens, min_version=min(spans, default=0), reward=rollout.reward)
 
 
 def _largest_max_age(meta: Meta) -> int:
     """The largest `max_age` of the run's settings; 1, the default, while no batcher has brought any."""
     config = meta.config
-    own = [env.get("max_age") for env in (config.get("envs") or {}).values()]
-    return max([int(config.get("max_age", 1)), *(int(age) for age in own if age is not None)])
+    of_envs = [env.get("max_age") for env in (config.get("envs") or {}).values()]
+    return max([int(config.get("max_age", 1)), *(int(age) for age in of_envs if age is not None)])

@@ -380,10 +380,10 @@ class Writer:
         there = self._store.policy(adapter)
         found = there.labels.get(str(label))
         if found is None:
-            known = ", ".join(repr(name) for name, _ in sorted(there.labels.items(), key=lambda item: -item[1]))
+            labels = ", ".join(repr(name) for name, _ in sorted(there.labels.items(), key=lambda item: -item[1]))
             raise UnknownLabel(
                 f"run {self._store.run!r} knows no policy version of the label {str(label)!r}: its trainer has "
-                f"announced {f'these, the newest first: {known}' if known else 'none with a label'}. It calls "
+                f"announced {f'these, the newest first: {labels}' if labels else 'none with a label'}. It calls "
                 "`stream.version(label)` after each update, and labels are kept for max_age + 2 versions"
             )
         return found
@@ -416,8 +416,8 @@ class Writer:
         if unknown := fields.keys() - _GROUP_FIELDS:
             raise InvalidRollout(f"push: {min(unknown)!r} is no field of a Group: {', '.join(_GROUP_FIELDS)}")
         made = tuple(as_items("push: rollouts", rollouts))
-        known = {"prompt_id": str(given.number), "planned_size": len(made) or 1, "worker": self.worker}
-        return Group(group_id=given.group_id, env=given.env, rollouts=made, **{**known, **fields})
+        defaults = {"prompt_id": str(given.number), "planned_size": len(made) or 1, "worker": self.worker}
+        return Group(group_id=given.group_id, env=given.env, rollouts=made, **{**defaults, **fields})
 
     def _aged(self, groups: Sequence[Group], outcomes: Sequence[Pushed]) -> list[Pushed]:
         """The outcomes, with how much too old their groups are; warns of it."""
@@ -429,8 +429,8 @@ class Writer:
 
     def _stale_by(self, group: Group) -> int:
         config, step = self._run_config, self._store.step_heard
-        own = ((config.get("envs") or {}).get(group.env) or {}).get("max_age")
-        max_age = config.get("max_age") if own is None else own
+        of_env = ((config.get("envs") or {}).get(group.env) or {}).get("max_age")
+        max_age = config.get("max_age") if of_env is None else of_env
         if group.adapter or config.get("feeds") == "stream" or not isinstance(max_age, int):
             return 0
         version = min(rollout.min_policy_version for rollout in group.rollouts)
@@ -455,8 +455,8 @@ class Writer:
         config makes it, or of this process's while no batcher has served the run."""
         now = time.monotonic()
         if now - self._limit_at >= CONFIG_SECONDS:
-            own = self._config.as_dict() if self._config is not None else {}
-            self._run_config = config = self._store.meta().config or own
+            given_config = self._config.as_dict() if self._config is not None else {}
+            self._run_config = config = self._store.meta().config or given_config
             self._limit = config.get("row_tokens") if config.get("oversized") == "truncate" else None
             self._limit_at = now
         self._say_zeros(group)

@@ -95,19 +95,19 @@ def wrong_start(settings: LoraSettings, given: Collection[str] = ()) -> tuple[st
         return f"{setting}: {directory} is an adapter of type {config.get('peft_type')}, and LORA is trained", setting
     if more := beyond_lora(config):
         return f"{setting}: {directory} has {more}, which is more than LoRA: no sampler serves it", setting
-    own: dict[str, Any] = {
+    adapter: dict[str, Any] = {
         "rank": config.get("r"),
         "alpha": config.get("lora_alpha"),
         "targets": config.get("target_modules"),
     }
     for name, kinds in (("rank", int), ("alpha", int | float), ("targets", str | list)):
-        if not isinstance(own[name], kinds) or not own[name]:
-            return f"{setting}: {directory / _CONFIG} says no {name} that could be ({own[name]!r})", setting
+        if not isinstance(adapter[name], kinds) or not adapter[name]:
+            return f"{setting}: {directory / _CONFIG} says no {name} that could be ({adapter[name]!r})", setting
     if not (directory / _WEIGHTS).is_file():
         return f"{setting}: {directory} has no {_WEIGHTS}; a pickled one (.bin) is not read", setting
-    targets = [own["targets"]] if isinstance(own["targets"], str) else own["targets"]
+    targets = [adapter["targets"]] if isinstance(adapter["targets"], str) else adapter["targets"]
     asked = {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(settings.targets)}
-    for name, value in (own | {"targets": sorted(targets)}).items():
+    for name, value in (adapter | {"targets": sorted(targets)}).items():
         if f"trainer.lora.{name}" in given and asked[name] != value:
             text = f"trainer.lora.{name} = {asked[name]}, but the adapter at {directory} has {value}"
             return f"{text}: leave the setting out", f"trainer.lora.{name}"

@@ -303,8 +303,8 @@ class BatcherConfig(NoTruth):
 
     def batch_size(self, adapter: str) -> int:
         """Rollouts of one optimizer step of `adapter`, at least."""
-        own = self.adapters.get(adapter)
-        return ADAPTER_BATCH_SIZE if own is None else own.batch_size
+        settings = self.adapters.get(adapter)
+        return ADAPTER_BATCH_SIZE if settings is None else settings.batch_size
 
     def as_dict(self) -> dict[str, Any]:
         """Every setting as msgpack types; what the run's config digest is made of."""

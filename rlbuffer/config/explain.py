@@ -46,7 +46,7 @@ def tables() -> tuple[ExplainedTable, ...]:
 
 
 @cache
-def known() -> Mapping[str, Setting]:
+def known_settings() -> Mapping[str, Setting]:
     """Every setting by its dotted name."""
     return {setting.name: setting for table in tables() for setting in table.settings}
 
@@ -54,7 +54,7 @@ def known() -> Mapping[str, Setting]:
 def pattern_of(name: str) -> str:
     """The setting, or table, that `name` is one of, with NAME for what the user chose; "" for none."""
     parts = name.split(".")
-    for other in (*known(), *(table.name for table in tables())):
+    for other in (*known_settings(), *(table.name for table in tables())):
         pattern = other.split(".")
         if len(pattern) == len(parts) and all(b in ("NAME", a) for a, b in zip(parts, pattern, strict=True)):
             return other
@@ -64,7 +64,7 @@ def pattern_of(name: str) -> str:
 def free_table_of(name: str) -> str:
     """The table of the user's own keys that `name` is inside of; "" for none."""
     while name := name.rpartition(".")[0]:
-        if (setting := known().get(pattern_of(name))) is not None:
+        if (setting := known_settings().get(pattern_of(name))) is not None:
             return name if setting.is_free else ""
     return ""
 
@@ -85,7 +85,7 @@ def meant_by(name: str) -> str:
         return f" It is called {renamed} now."
     # The same word elsewhere, else the nearest beside it, else the nearest anywhere.
     pattern = pattern_of(table) if table else ""
-    names = [*known(), *(t.name.removesuffix(".NAME") for t in tables() if t.name)]
+    names = [*known_settings(), *(t.name.removesuffix(".NAME") for t in tables() if t.name)]
     is_table = bool(pattern) or not table
     beside = {n.rpartition(".")[2]: n for n in reversed(names) if is_table and n.rpartition(".")[0] == pattern}
     anywhere = {n.rpartition(".")[2]: n for n in reversed(names)}
@@ -96,7 +96,7 @@ def meant_by(name: str) -> str:
 
 def _tables(cls: Any, path: str, given: Any) -> Iterator[ExplainedTable]:
     """A table and those inside it; `given` is an instance that holds the defaults."""
-    own, inner = [], []
+    settings, inner = [], []
     fields: Mapping[str, FieldInfo] = cls.__pydantic_fields__
     docs = {} if issubclass(cls, BaseModel) else _docs(cls)
     for name, field in fields.items():
@@ -110,9 +110,11 @@ def _tables(cls: Any, path: str, given: Any) -> Iterator[ExplainedTable]:
         is_required = given is None and field.is_required()
         value = "required" if is_required else _value(default)
         is_free = field.annotation is Any or (_is(annotation, Mapping) and get_args(field.annotation)[1] is Any)
-        own.append(Setting(dotted, value, _values(annotation), prose(field.description or docs.get(name, "")), is_free))
+        settings.append(
+            Setting(dotted, value, _values(annotation), prose(field.description or docs.get(name, "")), is_free)
+        )
     meaning = re.sub(r"^`\[[\w.]+\]`: ", "", prose((cls.__doc__ or "").split("\n\n")[0]))
-    yield ExplainedTable(path, meaning[:1].upper() + meaning[1:], own)
+    yield ExplainedTable(path, meaning[:1].upper() + meaning[1:], settings)
     for below, dotted, held_by in inner:
         yield from _tables(below, dotted, held_by)
 

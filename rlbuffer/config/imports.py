@@ -79,8 +79,8 @@ def place_of(error: BaseException) -> str:
     """`` (FILE:LINE)``, the innermost line of the user's own; of a SyntaxError the line that it names."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
-    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_THE_USERS)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def defined_at(named: Any) -> str:

@@ -249,8 +249,8 @@ class LossChoice(Table):
     @classmethod
     def _exists(cls, name: str) -> str:
         if name not in LOSSES and not DOTTED.match(name):
-            own = " Your own is named as package.module:name." * ("." in name)
-            hint = did_you_mean(name, LOSSES, otherwise=own)
+            otherwise = " Your own is named as package.module:name." * ("." in name)
+            hint = did_you_mean(name, LOSSES, otherwise=otherwise)
             raise ValueError(f"is not a loss: {', '.join(sorted(LOSSES))}{'.' * bool(hint)}{hint}")
         return name
 
@@ -383,15 +383,15 @@ def _of_products(name: str, options: Any, row_tokens: int) -> str:
     """The doubt about a correction whose weight is a product over a sequence: a small bias of each token has a large
     one over a long answer. "" where that is small, or of another correction."""
     bias = BIAS_NATS * row_tokens
-    said = (
+    token = (
         f"{name} weighs by the product over a sequence's tokens: with a bias of {BIAS_NATS:g} nats a token between "
         f"sampler and trainer, one of batcher.row_tokens = {row_tokens} tokens"
     )
     instead = "Where answers are so long take tis, which weighs each token, with geometric_mask for whole answers"
     if name == "sequence_tis" and (weight := math.exp(-bias)) < 0.5:
-        return f"{said} has a weight of {weight:.2g}, and hardly trains. {instead}"
+        return f"{token} has a weight of {weight:.2g}, and hardly trains. {instead}"
     if name == "sequence_mask":
         most = min(math.log(options.high), -math.log(options.low) if options.low else math.inf) / BIAS_NATS
         if most < row_tokens:
-            return f"{said} is left out, as is each of more than {max(0.0, most):.0f}. {instead}"
+            return f"{token} is left out, as is each of more than {max(0.0, most):.0f}. {instead}"
     return ""

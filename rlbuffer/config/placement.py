@@ -49,7 +49,7 @@ def is_apart(options: WorkerSettings | ScoreSettings) -> bool:
     return bool(options.gpus or getattr(options, "python", ""))
 
 
-def python_of(name: str, options: WorkerSettings | ScoreSettings, own: str) -> str:
+def python_of(name: str, options: WorkerSettings | ScoreSettings, default: str) -> str:
     """The program that runs ``[worker.NAME]``; `own` when it names none, as a scorer does.
 
     Raises:
@@ -63,7 +63,7 @@ def python_of(name: str, options: WorkerSettings | ScoreSettings, own: str) -> s
         rlbuffer.errors.ConfigError: worker.math.python = 'no-such-python' is not a program on this host
     """
     if not isinstance(options, WorkerSettings) or not options.python:
-        return own
+        return default
     program = shutil.which(Path(options.python).expanduser())
     if program is None:
         raise ConfigError(

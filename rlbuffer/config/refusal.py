@@ -105,8 +105,8 @@ def _sentence(complaint: Mapping[str, Any], name: str) -> str:
     if kind in ("missing", "missing_argument"):
         return f"{name} is required"
     words = _IN_WORDS.get(kind)
-    known = {k: f"{v:g}" if isinstance(v, float) else v for k, v in complaint.get("ctx", {}).items()}
-    message = words.format(**known) if words else complaint["msg"].removeprefix("Value error, ")
+    values = {k: f"{v:g}" if isinstance(v, float) else v for k, v in complaint.get("ctx", {}).items()}
+    message = words.format(**values) if words else complaint["msg"].removeprefix("Value error, ")
     shown = str(value).lower() if isinstance(value, bool) else repr(value)
     shown = shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[: SHOWN_CHARACTERS - 3]}..."
     what = f"{name} = {shown}" if complaint["loc"][-1:] != ("[key]",) else f"{name}: the name {shown}"

@@ -187,8 +187,8 @@ class Archiving:
         self._retry_at, self._pause = float("-inf"), ARCHIVE_POLL_SECONDS
         if self._trouble:
             self._trouble = ""
-            text, own = "the archive is written again: %s, up to step %d", {"steps": steps, "records": records}
-            extra = fields("archive", state="written", step=step, **own)
+            text, written = "the archive is written again: %s, up to step %d", {"steps": steps, "records": records}
+            extra = fields("archive", state="written", step=step, **written)
             _log.info(text, plural(steps, "step"), step, extra=extra)
 
     def _stuck(self, error: Exception) -> None:

@@ -158,13 +158,13 @@ class EnvStats:
         ready = {name: pool.ready_groups for name, pool in self._batcher.pools.items()}
         budgets = budgets_at(self._config.budgets if self._config else {}, header.step + 1)
         envs: dict[str, dict[str, Any]] = {name: self._close(env) for name, env in self._envs.items()}
-        for name, its in header.envs.items():
+        for name, amounts in header.envs.items():
             envs.setdefault(name, {}).update(
-                frac_used_in_batch=its["groups"] / max(1, its["groups"] + ready.get(name, 0)),
-                frac_used=its["tokens"] / max(1, header.tokens),
-                batch_age=its["age"],
-                batch_age_max=its["max_age"],
-                batch_reward=its["reward"],
+                frac_used_in_batch=amounts["groups"] / max(1, amounts["groups"] + ready.get(name, 0)),
+                frac_used=amounts["tokens"] / max(1, header.tokens),
+                batch_age=amounts["age"],
+                batch_age_max=amounts["max_age"],
+                batch_reward=amounts["reward"],
                 batch_response_tokens=responses.get(name),
             )
         for name, share in budgets.items():
@@ -223,8 +223,8 @@ class EnvStats:
         env.rewards.setdefault(REWARD, []).append(rewards)
         named: dict[str, list[float]] = {}
         for push in scored:
-            for its in names_of(push.info)[1]:
-                for name, value in its.items():
+            for components in names_of(push.info)[1]:
+                for name, value in components.items():
                     named.setdefault(name, []).append(value)
         for name, values in named.items():
             if name != REWARD and (name in env.rewards or len(env.rewards) <= MOST_REWARDS):
@@ -235,12 +235,12 @@ class EnvStats:
         planned, means = Planned(plan, entries), dict[str, float]()
         packed = planned.numbers["length"].astype(np.int64)
         responses = packed - planned.numbers["prompt_tokens"]
-        for name, its in planned.by_env.items():
+        for name, places in planned.by_env.items():
             histograms = self._env(name).histograms
-            histograms["age"].add(planned.ages[its])
-            histograms["packed_tokens"].add(packed[its])
-            histograms["response_tokens"].add(responses[its])
-            means[name] = float(responses[its].mean())
+            histograms["age"].add(planned.ages[places])
+            histograms["packed_tokens"].add(packed[places])
+            histograms["response_tokens"].add(responses[places])
+            means[name] = float(responses[places].mean())
         groups: dict[str, list[GroupInfo]] = {}
         for entry in entries.values():
             if entry.info is not None:
@@ -260,7 +260,7 @@ class EnvStats:
         new, env.before = env.came - env.before, env.came.copy()
         rewards = {name: np.concatenate(parts) for name, parts in env.rewards.items()}
         scored = len(rewards.get(REWARD, ()))
-        said = {
+        record = {
             "new_groups": new["groups"],
             "new_rollouts": new["rollouts"],
             "new_generated_tokens": new["tokens"],
@@ -273,12 +273,12 @@ class EnvStats:
             **{name: histogram.record() for name, histogram in env.histograms.items()},
         }
         if scored:
-            said |= {"frac_on_policy": env.on_policy / scored, "frac_truncated": env.truncated / scored}
-        said |= {"length_distance": env.lengths.distance, "long_trained": env.lengths.long_trained}
+            record |= {"frac_on_policy": env.on_policy / scored, "frac_truncated": env.truncated / scored}
+        record |= {"length_distance": env.lengths.distance, "long_trained": env.lengths.long_trained}
         if env.flat:
-            said["frac_flat"] = sum(env.flat) / len(env.flat)
+            record["frac_flat"] = sum(env.flat) / len(env.flat)
         env.rewards, env.on_policy, env.truncated, env.flat = {}, 0, 0, []
-        return said
+        return record
 
 
 def _numbers(infos: Iterable[GroupInfo]) -> NDArray[np.void]:

@@ -248,7 +248,7 @@ class Leadership:
             if known is not None:
                 self._store.set_ended(None)
             return False
-        if known != step and not self._store.set_ended(step, self._ends.known.written):
+        if known != step and not self._store.set_ended(step, self._ends.sources.written):
             return False
         self.ended = step
         self._teller.ended(step)

@@ -137,15 +137,15 @@ class Daemon:
             _log.warning("%s", _begins_again(self._store.run), extra=fields("begins again", run=self._store.run))
         self._has_opened = True
         self._revisions.check()
-        said = ""
+        last_owner = ""
         while not stop.is_set():
             lease = self._store.lease(self._owner, ttl_seconds=self._lease_seconds)
             if lease.held:
                 self._leads = True
                 self._store.load_scripts()
                 return True
-            if lease.owner != said:
-                said = lease.owner
+            if lease.owner != last_owner:
+                last_owner = lease.owner
                 text = "standing by: another batcher leads this run (%s); takes over when it stops"
                 _log.info(text, lease.owner, extra=fields("leader", state="standby", owner=lease.owner))
             stop.wait(min(0.2, max(0.02, lease.remaining_seconds)))
@@ -219,8 +219,8 @@ class Daemon:
 
 
 def _lead_lost(error: Exception) -> None:
-    own = fields("leader", state="lost", reason=str(error))
-    _log.warning("lost the lead: %s. Trying again.", error, extra=own)
+    extra = fields("leader", state="lost", reason=str(error))
+    _log.warning("lost the lead: %s. Trying again.", error, extra=extra)
 
 
 def _begins_again(run: str) -> str:

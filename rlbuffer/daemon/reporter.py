@@ -81,7 +81,7 @@ class Reporter:
         self,
         waiting: Waiting | None,
         beat: Callable[[], Mapping[str, Any]],
-        own: Sequence[Problem] = (),
+        problems: Sequence[Problem] = (),
         others: Sequence[Problem] = (),
     ) -> None:
         """Why there is no step, None when nothing is waited for; and when it is due the leader's heartbeat, which is
@@ -91,14 +91,14 @@ class Reporter:
         now = time.monotonic()
         if self._is_unread and now - self._read_at > TELEMETRY_SECONDS:
             self._read_lesson(now)
-        own = [*own, *self.stats.problems, *([self._lesson] if self._lesson else [])]
+        problems = [*problems, *self.stats.problems, *([self._lesson] if self._lesson else [])]
         if waiting is None or waiting.key != self._lasts[0]:
             self._lasts = None if waiting is None else waiting.key, now
         elif waiting.kind is Wait.VERSION:
             # A trainer publishes a moment after its step: only a version that lasts is a trouble.
             waiting = replace(waiting, seconds=(now - self._lasts[1]) // 10 * 10)
         self._say_waiting(waiting, now)
-        for problem in [*own, *others]:
+        for problem in [*problems, *others]:
             if self._lasting.is_due(problem.key, now):
                 _log.warning("%s", problem, extra=fields("trouble", **problem.record()))
         key = None if waiting is None else waiting.key
@@ -106,7 +106,7 @@ class Reporter:
             self._beat_at, self._key = now, key
             state = beat()
             envs = {name: {**self.stats.envs.get(name, {}), **pool} for name, pool in state.get("envs", {}).items()}
-            own_problems = [problem.record() for problem in own]
+            own_problems = [problem.record() for problem in problems]
             self._state = {**self.stats.run, **state, "envs": envs, "problems": own_problems}
             self.beat(waiting)
 
@@ -122,14 +122,14 @@ class Reporter:
         if is_due:
             self._said_at = now
         if is_new or is_due:
-            own = fields("waiting", **waiting.record(), sentence=str(waiting))
-            _log.log(logging.INFO if is_due else logging.DEBUG, "waiting: %s", waiting, extra=own)
+            extra = fields("waiting", **waiting.record(), sentence=str(waiting))
+            _log.log(logging.INFO if is_due else logging.DEBUG, "waiting: %s", waiting, extra=extra)
 
     def beat(self, waiting: Waiting | None = None, *, has_stopped: bool = False) -> None:
         """Sends the leader's heartbeat. Safe from another thread."""
-        said = {} if waiting is None else {"waiting": waiting.record()}
+        waiting_record = {} if waiting is None else {"waiting": waiting.record()}
         stopped = {"stopped": True} if has_stopped else {}
-        self._store.heartbeat("batcher", LEADER, self._state | identity() | said | stopped)
+        self._store.heartbeat("batcher", LEADER, self._state | identity() | waiting_record | stopped)
 
     def say_goodbye(self, last: Waiting | None = None) -> None:
         """The last heartbeat: whoever asks whether the batcher is alive need not wait until it has been silent."""
@@ -159,8 +159,8 @@ class Reporter:
         """A step was committed: one line with all that was dropped since the last one. `flat` of its groups teach
         nothing."""
         text = step_line(header, build_ms, self._drops, flat)
-        own = fields("step", header, build_ms=build_ms, drops=self._drops, flat=flat)
-        _log.info("%s", text, extra=own)
+        extra = fields("step", header, build_ms=build_ms, drops=self._drops, flat=flat)
+        _log.info("%s", text, extra=extra)
         figures = {"groups": len(header.group_ids), "rollouts": header.rollouts, "reward": header.reward, "flat": flat}
         self._steps.appendleft(figures)
         self._is_unread, self._drops = True, {}

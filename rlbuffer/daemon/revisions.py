@@ -118,8 +118,8 @@ class Revisions:
         if meta.config and digest != meta.config_digest:
             edits = tuple(str(change) for change in changes(meta.config, config))
             text = f"settings: revision {revision} from step {meta.step + 1} on: {'; '.join(edits)}"
-            own = {"revision": revision, "step": meta.step + 1, "changes": edits}
-            _log.info("%s", text, extra=fields("config", state=SettingsState.TAKEN, **own))
+            revised = {"revision": revision, "step": meta.step + 1, "changes": edits}
+            _log.info("%s", text, extra=fields("config", state=SettingsState.TAKEN, **revised))
 
     def _other(self, meta: Meta) -> str:
         theirs = meta.wanted or meta.config
@@ -132,8 +132,8 @@ class Revisions:
 
 
 def _refused(reason: str) -> None:
-    own = fields("config", state=SettingsState.REFUSED, reason=reason)
-    _log.warning("settings: the old ones go on: %s", reason, extra=own)
+    extra = fields("config", state=SettingsState.REFUSED, reason=reason)
+    _log.warning("settings: the old ones go on: %s", reason, extra=extra)
 
 
 def has_refused(meta: Meta, digest: str) -> str:

@@ -50,14 +50,14 @@ class Ends(Watch):
 
     def __init__(self, batcher: Batcher) -> None:
         self._batcher = batcher
-        self.known = Sources()
+        self.sources = Sources()
         """What the batcher knows."""
 
     def tick(self, look: LeaderRead) -> None:
         if look.sources is not None:
-            self.known = seen = look.sources
+            self.sources = seen = look.sources
             expected = {f"[worker.{section}]" for section in seen.expected}
-            self._batcher.set_sources(done=seen.done, said=seen.said, others=seen.open | expected)
+            self._batcher.set_sources(done=seen.done, said=seen.declared, others=seen.open | expected)
 
 
 class Claims(Watch):
@@ -94,12 +94,12 @@ class OperatorRequests(Watch):
     """Operators may have asked for something (settings, drops, a drain), and taken the run back.
 
     Args:
-        known: `Meta.asked` as it was before anything else was read, the settings included.
+        asked: `Meta.asked` as it was before anything else was read, the settings included.
         epoch: in which everything was read.
     """
 
-    def __init__(self, known: int, epoch: int) -> None:
-        self._known, self._epoch = known, epoch
+    def __init__(self, asked: int, epoch: int) -> None:
+        self._asked, self._epoch = asked, epoch
         self.is_draining = False
         """No tickets are given."""
 
@@ -109,7 +109,7 @@ class OperatorRequests(Watch):
                 f"the run is in epoch {look.meta.epoch}, and was read in epoch {self._epoch}: everything is read again"
             )
         self.is_draining = look.meta.draining_ms > 0
-        if look.meta.asked != self._known:
+        if look.meta.asked != self._asked:
             raise ReadAgain
 
 
@@ -291,8 +291,8 @@ def is_silent(trainer: Attempt) -> bool:
 def full_disk(ranks: Mapping[str, Mapping[str, Any]]) -> Waiting | None:
     """The reason of a rank, by its heartbeat, that has no room for what it writes; None where all have."""
     fresh = (beat for beat in ranks.values() if beat["seconds_ago"] <= FRESH_SECONDS)
-    said = (Waiting.of(beat.get("waiting")) for beat in fresh)
-    return next((waiting for waiting in said if waiting is not None and waiting.kind is Wait.DISK), None)
+    reasons = (Waiting.of(beat.get("waiting")) for beat in fresh)
+    return next((waiting for waiting in reasons if waiting is not None and waiting.kind is Wait.DISK), None)
 
 
 def scorers_missing(needs: Mapping[tuple[str, str], int], scorers: Mapping[str, Mapping[str, Any]]) -> list[Problem]:

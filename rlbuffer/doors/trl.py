@@ -128,9 +128,9 @@ def check(trainer: Any) -> None:
     version = importlib.metadata.version("trl")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if not KNOWN[0] <= numbers < KNOWN[1]:
-        known, below = (".".join(map(str, numbers)) for numbers in KNOWN)
+        lowest, below = (".".join(map(str, numbers)) for numbers in KNOWN)
         raise RlbufferError(
-            f"rlbuffer.doors.trl knows TRL >={known},<{below}, and this is {version}: install one of those, or leave "
+            f"rlbuffer.doors.trl knows TRL >={lowest},<{below}, and this is {version}: install one of those, or leave "
             "the line out"
         )
     module = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker")
@@ -340,8 +340,8 @@ class MicroBatches(set[int]):
 
     def update(self, *groups: Iterable[int]) -> None:
         """Hears of the group of each sample of a micro-batch."""
-        for its in groups:
-            places = [place for place in its if isinstance(place, GroupNumber)]
+        for batch in groups:
+            places = [place for place in batch if isinstance(place, GroupNumber)]
             self._made.append(places)
             super().update(self._number.setdefault(place.place, len(self._number)) for place in places)
 

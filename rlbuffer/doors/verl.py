@@ -106,10 +106,10 @@ def check() -> None:
     version = importlib.metadata.version("verl")
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if not KNOWN[0] <= numbers < KNOWN[1]:
-        known, below = (".".join(map(str, numbers)) for numbers in KNOWN)
+        lowest, below = (".".join(map(str, numbers)) for numbers in KNOWN)
         raise RlbufferError(
-            f"rlbuffer.doors.verl knows verl >={known},<{below}, and this is {version}: install one of those, or leave "
-            "custom_sampler and checkpoint_callback_class out"
+            f"rlbuffer.doors.verl knows verl >={lowest},<{below}, and this is {version}: install one of those, or "
+            "leave custom_sampler and checkpoint_callback_class out"
         )
     for module, names in NEEDED.items():
         there = importlib.import_module(module)
@@ -172,7 +172,7 @@ def rollout_of(session: int, trajectories: Sequence[Trajectory], version: int, w
     return Rollout(
         **fields(*first),
         reward=reward if math.isfinite(reward) else 0.0,
-        further=tuple(TokenSequence(**fields(*its)) for its in further),
+        further=tuple(TokenSequence(**fields(*sequence)) for sequence in further),
     )
 
 
@@ -258,7 +258,7 @@ class Journal:
         there = self._tq.kv_list() or {}
         tag = there.get(PLACE, {}).get(STATE)
         state = None if tag is None else json.loads(tag["state"])
-        self._status = {uid: its["status"] for uid, its in there.get(TRAIN, {}).items() if its.get("is_prompt")}
+        self._status = {uid: each["status"] for uid, each in there.get(TRAIN, {}).items() if each.get("is_prompt")}
         self._before = set() if state is None else {*state["evicted"]}
         self._stream.resume(state["stream"] if state is not None else None if step else Stream.BEGINNING)
         self._given = self._taken = self._saved = self._stream.place
@@ -314,7 +314,7 @@ class Journal:
                 is_own = taken.group_id in self._pushed
             is_there = is_own or self._is_restored(uid, taken)
             with self._lock:
-                self._standing[uid] = Standing(taken.place, tuple(its.rollout_id for its in taken.rollouts))
+                self._standing[uid] = Standing(taken.place, tuple(rollout.rollout_id for rollout in taken.rollouts))
                 if not is_there:
                     self._evicted.add(uid)
                 self._pushed.pop(taken.group_id, None)
@@ -361,17 +361,17 @@ class Journal:
     def _push_finished(self) -> None:
         while not self._is_closed.wait(POLL_SECONDS):
             with self._lock:
-                known = {*self._standing, *self._dropped, *(uid for uid, _ in self._pushed.values())}
+                journaled = {*self._standing, *self._dropped, *(uid for uid, _ in self._pushed.values())}
             there = (self._tq.kv_list(TRAIN) or {}).get(TRAIN, {})
             finished = {uid for uid, tag in there.items() if tag.get("is_prompt") and tag["status"] == "finished"}
-            if new := finished - known:
+            if new := finished - journaled:
                 keys: dict[str, list[tuple[int, int, str]]] = {uid: [] for uid in sorted(new)}
                 for key in there:
                     uid, *numbers = key.split("_")
                     if uid in new and numbers:
                         keys[uid].append((int(numbers[0]), int(numbers[1]), key))
-                for uid, its in keys.items():
-                    self._push(uid, there[uid]["global_steps"], sorted(its), there)
+                for uid, group_keys in keys.items():
+                    self._push(uid, there[uid]["global_steps"], sorted(group_keys), there)
             for group_id, rollouts in self._drops.new().items():
                 with self._lock:
                     uid, size = self._pushed.get(group_id, ("", 0))
@@ -390,9 +390,9 @@ class Journal:
         for session, _, key in keys:
             sessions.setdefault(session, []).append(key)
         rollouts = []
-        for session, its in sessions.items():
-            rows = rows_of(self._tq.kv_batch_get(keys=its, partition_id=TRAIN))
-            trajectories = [(row, tags[key]) for row, key in zip(rows, its, strict=True)]
+        for session, session_keys in sessions.items():
+            rows = rows_of(self._tq.kv_batch_get(keys=session_keys, partition_id=TRAIN))
+            trajectories = [(row, tags[key]) for row, key in zip(rows, session_keys, strict=True)]
             rollouts.append(rollout_of(session, trajectories, version, f"session {session} of prompt {uid}"))
         (prompt,) = rows_of(self._tq.kv_batch_get(keys=[uid], partition_id=TRAIN))
         (ticket,) = self._writer.take(ENV, hold=1)
@@ -414,7 +414,7 @@ class Journal:
     def places(self) -> dict[str, int]:
         """uid -> its place in the stream."""
         with self._lock:
-            return {uid: its.place for uid, its in self._standing.items()}
+            return {uid: standing.place for uid, standing in self._standing.items()}
 
     def evicted(self, uids: Iterable[str]) -> None:
         """verl does not train these."""
@@ -430,7 +430,7 @@ class Journal:
     def trained(self) -> None:
         """What verl was given is trained."""
         with self._lock:
-            done = {uid: its for uid, its in self._standing.items() if its.place <= self._given}
+            done = {uid: standing for uid, standing in self._standing.items() if standing.place <= self._given}
             unused = [rollout for uid in self._evicted & done.keys() for rollout in done[uid].rollouts]
             for uid in done:
                 del self._standing[uid]

@@ -259,17 +259,17 @@ class Answering:
 
     def _was_refused(self, key: tuple[str, str], tries: int) -> bool:
         """An earlier try was told to come again, so no call is its answer. Each refusal counts for one retry."""
-        known = self._refusals.get(key, [])
-        for refusal in known:
+        refusals = self._refusals.get(key, [])
+        for refusal in refusals:
             if refusal[1] < tries:
-                known.remove(refusal)
+                refusals.remove(refusal)
                 return True
         return False
 
     def _note_refusal(self, key: tuple[str, str], tries: int) -> None:
         oldest = time.monotonic() - REFUSAL_SECONDS
-        kept = {key: [one for one in known if one[0] > oldest] for key, known in self._refusals.items()}
-        self._refusals = {key: known for key, known in kept.items() if known}
+        kept = {key: [one for one in refusals if one[0] > oldest] for key, refusals in self._refusals.items()}
+        self._refusals = {key: refusals for key, refusals in kept.items() if refusals}
         if len(self._refusals) < MOST_OPEN_CALLS:
             self._refusals.setdefault(key, []).append((time.monotonic(), tries))
 
@@ -337,10 +337,10 @@ class Answering:
         begun = time.monotonic()
         if await self._is_told_again(flight, found):
             flight.number = found.request_call  # from here on it is told here, and to no other that asks the same
-            known = await self._run.told(lambda: self._kept(found.rollout.name, [found.request_call]))
-            if known and known[0].details.get("request") == digest:
+            earlier = await self._run.told(lambda: self._kept(found.rollout.name, [found.request_call]))
+            if earlier and earlier[0].details.get("request") == digest:
                 self.tally.again += 1
-                return known[0]
+                return earlier[0]
             flight.number = 0
         await self._run.check(found)
         at = chain.index(found.history) if found.history else 0

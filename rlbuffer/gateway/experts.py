@@ -41,8 +41,8 @@ def kept_rows(rows: NDArray[Any] | None, start: int) -> dict[str, Any]:
     """The detail of a call that has the record [T, layers, K] from token `start` on; none where there is no record."""
     if rows is None:
         return {}
-    its = np.ascontiguousarray(rows[start:])
-    return {ROUTED_EXPERTS: [its.dtype.str, list(its.shape), its.tobytes()]}
+    sampled = np.ascontiguousarray(rows[start:])
+    return {ROUTED_EXPERTS: [sampled.dtype.str, list(sampled.shape), sampled.tobytes()]}
 
 
 def rows_of(details: Mapping[str, Any]) -> NDArray[Any] | None:

@@ -137,5 +137,5 @@ class GatewayHeartbeat(Heartbeats):
 
     def _tell(self, record: dict[str, Any]) -> Mapping[str, Any] | None:
         counts = read_counts(self._store)
-        record["open_rollouts"] = {env: its.open for env, its in counts.items() if its.open}
+        record["open_rollouts"] = {env: of_env.open for env, of_env in counts.items() if of_env.open}
         return self._store.heartbeat("gateway", self._name, record)

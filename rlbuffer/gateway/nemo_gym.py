@@ -186,13 +186,13 @@ class TokenSink:
             return
         call, rollout_id = _call_of(entry, self._temperature), entry.rollout_id
         for tries in range(1, RECORD_TRIES + 1):
-            known = self._known.setdefault(rollout_id, _Known())
+            history = self._known.setdefault(rollout_id, _Known())
             self._known.move_to_end(rollout_id)
             while len(self._known) > MOST_KNOWN:
                 self._known.popitem(last=False)
             try:
-                async with known.lock:  # of one rollout one call at a time: the next one may go on from it
-                    await self._recorded(rollout_id, known, call, entry)
+                async with history.lock:  # of one rollout one call at a time: the next one may go on from it
+                    await self._recorded(rollout_id, history, call, entry)
                 return
             except NotFound:
                 self._known.pop(rollout_id, None)
@@ -216,17 +216,17 @@ class TokenSink:
         self._run.close()
         await in_thread(self._buffer.close)
 
-    async def _recorded(self, rollout_id: str, known: _Known, call: OpenCall, entry: Any) -> None:
+    async def _recorded(self, rollout_id: str, history: _Known, call: OpenCall, entry: Any) -> None:
         """Records a call with its whole prompt. Raises NotFound where the server has not what is known of it here."""
         until = time.monotonic() + RECORD_SECONDS
         found = await self._run.told(partial(self._store.look_up, rollout_id), until=until)
         read = partial(self._store.read_calls, found.rollout.name)
-        missing = range(len(known.ends) + 1, found.rollout.calls + 1)
+        missing = range(len(history.ends) + 1, found.rollout.calls + 1)
         for there in await self._run.told(partial(read, missing), until=until):
-            known.add(there)
-        if len(known.ends) != found.rollout.calls:
+            history.add(there)
+        if len(history.ends) != found.rollout.calls:
             raise NotFound(f"open rollout {found.rollout.name} has not all of its calls")
-        same = [end.number for end in known.ends if end.id == call.id]
+        same = [end.number for end in history.ends if end.id == call.id]
         if same:
             for there in await self._run.told(partial(read, same), until=until):
                 if any(there.details.get(name) != call.details[name] for name in (DIGEST, ENTRY)):
@@ -234,7 +234,7 @@ class TokenSink:
             return
         begun = self._begun.get((rollout_id, entry.model_call_id))
         version = await self._version_of(entry, begun)
-        call = _behind(replace(call, version_spans=(VersionSpan(version, 0, len(call.tokens)),)), known)
+        call = _behind(replace(call, version_spans=(VersionSpan(version, 0, len(call.tokens)),)), history)
         record = partial(
             self._store.record,
             rollout_id,
@@ -245,14 +245,14 @@ class TokenSink:
             line=begun.line if begun is not None else found.line,
         )
         recorded = await self._run.told(record, until=until)
-        known.add(replace(call, number=recorded.number))
+        history.add(replace(call, number=recorded.number))
         self._begun.pop((rollout_id, entry.model_call_id), None)
 
     async def _version_of(self, entry: Any, begun: _Begun | None) -> int:
         """The version that counts as the one that sampled an entry. Raises InvalidRollout, SamplerUnavailable."""
-        own = getattr(entry, "policy_version", None)
-        if own is not None:
-            version = int(own)
+        given_version = getattr(entry, "policy_version", None)
+        if given_version is not None:
+            version = int(given_version)
         elif begun is not None:
             version = min([begun.version, *(one for one in await self._named() if one is not None)])
         else:
@@ -410,9 +410,9 @@ def _call_of(entry: Any, temperature: float) -> OpenCall:
     )
 
 
-def _behind(call: OpenCall, known: _Known) -> OpenCall:
+def _behind(call: OpenCall, history: _Known) -> OpenCall:
     """A call with its whole prompt as one that goes on from the call which that begins with."""
-    end = known.longest(call.prompt)
+    end = history.longest(call.prompt)
     return call if end is None else replace(call, after=end.number, after_id=end.id, prompt=call.prompt[end.length :])
 
 

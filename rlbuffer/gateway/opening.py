@@ -59,9 +59,9 @@ class Opening:
             TicketGone: the group of this key is lost: no other one can be begun with it.
             RunGone, EnvDone, ServerRefused, ServerUnreachable.
         """
-        known = self._store.begun(self._key)
-        if known is not None:
-            return known
+        begun = self._store.begun(self._key)
+        if begun is not None:
+            return begun
         numbers = self._store.take_tickets(self._env, 1, ttl_seconds=GRACE_SECONDS, size=self._tickets)
         if not numbers:
             return None

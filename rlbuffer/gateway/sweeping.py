@@ -162,10 +162,10 @@ class Sweeper:
 
     async def _push_all(self) -> None:
         waiting = await in_thread(lambda: self._store.waiting(limit=GROUPS_PER_SWEEP + len(self._later)))
-        known = {group.group_id for group in waiting}
-        self._later = {group: at for group, at in self._later.items() if group in known}
+        group_ids = {group.group_id for group in waiting}
+        self._later = {group: at for group, at in self._later.items() if group in group_ids}
         now = time.monotonic()
-        self._seen = {group: self._seen.get(group, now) for group in known}
+        self._seen = {group: self._seen.get(group, now) for group in group_ids}
         is_full = has_room = False
         for group in waiting:
             at, pause = self._later.get(group.group_id, (0.0, FIRST_PAUSE_SECONDS))

@@ -97,7 +97,7 @@ def assemble(
     made.note(rollouts)
     samples = [item.sample for item in items]
     return made.micro_batches(
-        [sample.advantage for sample in samples], lambda its: partial(tuple, [samples[item] for item in its])
+        [sample.advantage for sample in samples], lambda places: partial(tuple, [samples[item] for item in places])
     )
 
 
@@ -201,23 +201,23 @@ class Assembly:
     def runs(self, segments: range) -> Iterator[Run]:
         """These segments, slab by slab."""
         for slab in self._slabs:
-            its = range(max(segments.start, slab.first), min(segments.stop, slab.first + len(slab.bounds) - 1))
-            if its:
-                yield Run(slab, its)
+            span = range(max(segments.start, slab.first), min(segments.stop, slab.first + len(slab.bounds) - 1))
+            if span:
+                yield Run(slab, span)
 
     def write(self, run: Run, rollouts: Mapping[int, TokenArrays]) -> Stored:
         """Writes the segments of a run; one whose rollout is not given is masked. -> what it wrote."""
         slab, segments = run
         bounds = slab.bounds[segments.start - slab.first : segments.stop - slab.first + 1]
         items, whole = self.items[segments.start : segments.stop], slice(bounds[0], bounds[-1])
-        its = [*map(rollouts.get, items)]
+        records = [*map(rollouts.get, items)]
         tokens, marks, logprobs = slab.stored[0][whole], slab.stored[1][whole], slab.stored[2][whole]
-        _concatenate(tokens, [None if r is None else r.tokens for r in its], bounds, self._layout.pad_token_id)
-        _concatenate(marks, [None if r is None else r.loss_mask for r in its], bounds, False)
-        _concatenate(logprobs, [None if r is None else r.logprobs for r in its], bounds, 0.0)
+        _concatenate(tokens, [None if r is None else r.tokens for r in records], bounds, self._layout.pad_token_id)
+        _concatenate(marks, [None if r is None else r.loss_mask for r in records], bounds, False)
+        _concatenate(logprobs, [None if r is None else r.logprobs for r in records], bounds, 0.0)
         for name, column in slab.columns.items():
             spec = self._layout.schema[name]
-            parts = [None if r is None else spec.fitted(r.columns.get(name)) for r in its]
+            parts = [None if r is None else spec.fitted(r.columns.get(name)) for r in records]
             _concatenate(column[whole], parts, bounds, spec.fill)
         if self._masked:
             for item, start, end in zip(items, bounds[:-1], bounds[1:], strict=True):
@@ -252,7 +252,7 @@ class Assembly:
         advantages: Sequence[float],
         samples: Callable[[Sequence[int]], Callable[[], tuple[Sample, ...]]],
     ) -> Iterator[MicroBatch]:
-        bounds, first, own = np.array(slab.bounds, np.int32), 0, self._own_advantages
+        bounds, first, given = np.array(slab.bounds, np.int32), 0, self._own_advantages
         spans, layout = self._spans, self._layout
         for batch in slab.batches:
             items, last = batch.items, first + len(batch.items)
@@ -272,15 +272,15 @@ class Assembly:
                 segments=Segments(
                     spans=[spans.get(item, ()) for item in items],
                     advantages=[advantages[item] if item >= 0 else 0.0 for item in items],
-                    own_advantages={i: own[item] for i, item in enumerate(items) if item in own} if own else {},
+                    own_advantages={i: given[item] for i, item in enumerate(items) if item in given} if given else {},
                     are_samples=are_samples,
                     samples=samples([item for item in items if item >= 0]),
                     ignore_index=layout.ignore_index,
                 ),
                 lacking={
-                    name: np.repeat([item in its for item in items], batch.lengths)
-                    for name, its in self._lacking.items()
-                    if not its.isdisjoint(items)
+                    name: np.repeat([item in lacking for item in items], batch.lengths)
+                    for name, lacking in self._lacking.items()
+                    if not lacking.isdisjoint(items)
                 },
             )
             first = last
@@ -289,15 +289,15 @@ class Assembly:
 def _batch(rows: Sequence[Row], lengths: Sequence[int], adapters: Sequence[str], layout: Layout) -> _Batch:
     out = _Batch()
     for adapter, row in _by_adapter(rows, adapters):
-        its = [lengths[item] for item in row]
-        if min(its) < 1:
-            raise PackingError(f"assemble: row {tuple(row)} has a rollout of length {min(its)}")
-        tokens = sum(its)
+        row_lengths = [lengths[item] for item in row]
+        if min(row_lengths) < 1:
+            raise PackingError(f"assemble: row {tuple(row)} has a rollout of length {min(row_lengths)}")
+        tokens = sum(row_lengths)
         if tokens > layout.row_tokens:
             raise PackingError(
                 f"assemble: a row of {len(row)} rollouts has {tokens} tokens; it holds {layout.row_tokens}"
             )
-        out.lengths += its
+        out.lengths += row_lengths
         out.items += row
         padding = -tokens % layout.pad_to_multiple_of
         if padding:
@@ -320,10 +320,10 @@ def _by_adapter(rows: Sequence[Row], adapters: Sequence[str]) -> list[tuple[str,
             continue
         if min(row) < 0 or max(row) >= len(adapters):
             raise PackingError(f"assemble: row {tuple(row)} is out of range for {len(adapters)} items")
-        its = {adapters[item] for item in row}
-        if len(its) > 1:
-            raise PackingError(f"assemble: a row mixes the adapters {', '.join(map(repr, sorted(its)))}")
-        named.setdefault(its.pop(), []).append(row)
+        row_adapters = {adapters[item] for item in row}
+        if len(row_adapters) > 1:
+            raise PackingError(f"assemble: a row mixes the adapters {', '.join(map(repr, sorted(row_adapters)))}")
+        named.setdefault(row_adapters.pop(), []).append(row)
     return [pair for adapter, group in named.items() for pair in zip(repeat(adapter), group, strict=False)]
 
 

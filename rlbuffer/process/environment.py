@@ -20,13 +20,13 @@ def name_process(title: str) -> None:
         setproctitle(f"rlbuffer {title}")
 
 
-def cores(cgroups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+def cores(cgroups: Path = CGROUPS, cgroup: Path = Path("/proc/self/cgroup")) -> int:
     """Cores that this process may use: those of its affinity, or what the quota of its control group comes to if that
     is less. The host may have many more."""
     allowed = float(len(os.sched_getaffinity(0)))
     group = Path()
     with contextlib.suppress(OSError):
-        lines = own.read_text(encoding="utf-8").splitlines()
+        lines = cgroup.read_text(encoding="utf-8").splitlines()
         group = next((Path(line[len("0::/") :]) for line in lines if line.startswith("0::/")), group)
     for each in (group, *group.parents):  # the lowest quota above it holds
         with contextlib.suppress(OSError, ValueError):

@@ -41,8 +41,8 @@ _outputs: list[_Output] = []
 def fields(event: str, of: Any = None, /, **values: Any) -> dict[str, Any]:
     """What ``--display json`` has of a line besides its text: ``extra`` of a call of a logger. The fields of `of`, a
     dataclass, are among them."""
-    own = {} if of is None else {part.name: getattr(of, part.name) for part in dataclasses.fields(of)}
-    return {"fields": {"event": event, **own, **values}}
+    parts = {} if of is None else {part.name: getattr(of, part.name) for part in dataclasses.fields(of)}
+    return {"fields": {"event": event, **parts, **values}}
 
 
 def start(display: str = "plain", *, clock: bool = True, write: Callable[[str], None] | None = None) -> None:

@@ -73,10 +73,10 @@ def as_column(
 def trained_advantage(planned: float, columns: Mapping[str, NDArray[Any]], loss_mask: NDArray[np.bool_]) -> float:
     """The advantage that a rollout trains with, in one number: the mean of its own column over the trained tokens, else
     what was `planned`. `loss_mask` is [T]."""
-    own = columns.get("advantages")
-    if own is None or own.shape != loss_mask.shape or own.dtype.kind == "b" or not loss_mask.any():
+    advantages = columns.get("advantages")
+    if advantages is None or advantages.shape != loss_mask.shape or advantages.dtype.kind == "b" or not loss_mask.any():
         return planned
-    return float(own[loss_mask].mean(dtype=np.float64))
+    return float(advantages[loss_mask].mean(dtype=np.float64))
 
 
 def _check_values(label: str, array: NDArray[Any], *, largest: float) -> None:

@@ -49,8 +49,8 @@ class Number(NamedTuple):
 
 
 def _flags(rollout: Rollout, sequence: TokenSequence) -> int:
-    own = FURTHER if sequence is not rollout else 0 if rollout.reward is None else HAS_REWARD
-    return own | (IS_TRUNCATED if rollout.is_truncated else 0)
+    flags = FURTHER if sequence is not rollout else 0 if rollout.reward is None else HAS_REWARD
+    return flags | (IS_TRUNCATED if rollout.is_truncated else 0)
 
 
 NUMBERS = (
@@ -306,13 +306,13 @@ def rows_of(rollout: RolloutInfo) -> list[bytes]:
     return [_row_of(part, FURTHER if i else 0) for i, part in enumerate(rollout.sequences)]
 
 
-def _row_of(its: RolloutInfo, flags: int) -> bytes:
-    if its.reward is not None:
+def _row_of(rollout: RolloutInfo, flags: int) -> bytes:
+    if rollout.reward is not None:
         flags |= HAS_REWARD
-    if its.is_truncated:
+    if rollout.is_truncated:
         flags |= IS_TRUNCATED
-    packed = {"flags": flags, "reward": 0.0 if its.reward is None else its.reward}
-    return ROW.pack(*[packed[n.name] if n.name in packed else getattr(its, n.name) for n in NUMBERS])
+    packed = {"flags": flags, "reward": 0.0 if rollout.reward is None else rollout.reward}
+    return ROW.pack(*[packed[n.name] if n.name in packed else getattr(rollout, n.name) for n in NUMBERS])
 
 
 def folded(parts: Sequence[RolloutInfo]) -> RolloutInfo:

@@ -40,6 +40,6 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
 
 
 def _keep(memory: memoryview) -> None:
-    if sum([size * len(its) for size, its in [*_unused.items()]]) > MOST_UNUSED_BYTES:
+    if sum([size * len(arrays) for size, arrays in [*_unused.items()]]) > MOST_UNUSED_BYTES:
         _unused.clear()
     _unused[len(memory)].append(memory)

@@ -229,9 +229,9 @@ class MicroBatch:
             for name, array in sample.attachments.items():
                 arrays.setdefault(name, []).append(array)
         return {
-            name: self._moved(np.concatenate(its))
-            for name, its in arrays.items()
-            if its[0].ndim and len({(array.ndim, array.shape[1:], array.dtype) for array in its}) == 1
+            name: self._moved(np.concatenate(parts))
+            for name, parts in arrays.items()
+            if parts[0].ndim and len({(array.ndim, array.shape[1:], array.dtype) for array in parts}) == 1
         }
 
     def _moved(self, array: NDArray[Any]) -> Any:
@@ -249,15 +249,17 @@ class MicroBatch:
     def sample_index(self) -> NDArray[np.int32]:
         """[T] int32; index into `samples`, -1 in padding. A damaged rollout keeps its index and is masked."""
         number = count()
-        return self._of_segments([next(number) if its else -1 for its in self.segments.are_samples], np.int32)
+        return self._of_segments(
+            [next(number) if is_sample else -1 for is_sample in self.segments.are_samples], np.int32
+        )
 
     @cached_property
     def advantages(self) -> NDArray[np.float32]:
         """[T] float32; 0 where not trained."""
         out = self._of_segments(self.segments.advantages, np.float32)
-        for i, own in self.segments.own_advantages.items():
+        for i, advantages in self.segments.own_advantages.items():
             start = self.cu_seqlens[i]
-            out[start : start + len(own)] = own
+            out[start : start + len(advantages)] = advantages
         np.multiply(out, self.loss_mask, out=out)
         np.add(out, np.float32(0), out=out)  # a negative advantage times an untrained token is -0.0
         return out
@@ -501,7 +503,9 @@ def _whole(micro_batch: MicroBatch, step: Step) -> Iterator[WholeSample]:
             logprobs=logprobs,
             advantages=advantages,
             token_versions=versions,
-            columns={name: its[i] for name, its in cut.items() if name not in lacking or not lacking[name][i].any()},
+            columns={
+                name: slices[i] for name, slices in cut.items() if name not in lacking or not lacking[name][i].any()
+            },
             age=version - sample.policy_versions[0],
         )
 
@@ -543,7 +547,11 @@ def _padded(
 
     def table(values: Sequence[Any], fill: float = 0) -> NDArray[Any]:
         out = np.full((count, length, *values[0].shape[1:]), fill, values[0].dtype)
-        parts = [part for m, own in zip(micro_batches, values, strict=True) for part in m.unpack(own)]
+        parts = [
+            part
+            for m, micro_batch_values in zip(micro_batches, values, strict=True)
+            for part in m.unpack(micro_batch_values)
+        ]
         for row, part in zip(out, parts, strict=False):
             row[: len(part)] = part
         return out

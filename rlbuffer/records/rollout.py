@@ -393,9 +393,9 @@ def _further_fields(
     record: type[TokenSequence], given: Mapping[str, Any], taken: Sequence[str] = _TAKEN_BY_TURNS
 ) -> Mapping[str, Any]:
     """`given`, fields of a record that what it is built from has not `taken`. Raises InvalidRollout."""
-    known = record.__dataclass_fields__
-    if unknown := [name for name in given if name in taken or name not in known]:
-        free = ", ".join(name for name in known if name not in taken)
+    fields = record.__dataclass_fields__
+    if unknown := [name for name in given if name in taken or name not in fields]:
+        free = ", ".join(name for name in fields if name not in taken)
         raise InvalidRollout(f"{unknown[0]!r} is no further field of a {record.__name__}: {free}")
     return given
 
@@ -421,8 +421,10 @@ def _masked(sequence: TokenSequence, mask: NDArray[np.bool_]) -> TokenSequence:
     """The sequence with another mask, which leaves out some of its trained tokens, and all spans of only such."""
     if np.array_equal(mask, sequence.loss_mask):
         return sequence
-    own = sequence.loss_mask
-    spans = tuple(s for s in sequence.version_spans if mask[s.start : s.end].any() or not own[s.start : s.end].any())
+    loss_mask = sequence.loss_mask
+    spans = tuple(
+        s for s in sequence.version_spans if mask[s.start : s.end].any() or not loss_mask[s.start : s.end].any()
+    )
     return replace(sequence, loss_mask=mask, version_spans=spans)
 
 

@@ -25,8 +25,8 @@ _DTYPES = ("u1", "<u2", "<i2", "<i4")
 def is_record(rows: NDArray[Any]) -> NDArray[np.bool_]:
     """True where a row is a record. [..., K] -> [...] bool."""
     ordered = np.sort(rows, axis=-1)
-    known: NDArray[np.bool_] = (ordered[..., 1:] != ordered[..., :-1]).all(axis=-1) & (ordered[..., 0] >= 0)
-    return known
+    is_recorded: NDArray[np.bool_] = (ordered[..., 1:] != ordered[..., :-1]).all(axis=-1) & (ordered[..., 0] >= 0)
+    return is_recorded
 
 
 def routed_column(rows: Any, length: int) -> NDArray[Any]:

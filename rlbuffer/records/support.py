@@ -61,11 +61,11 @@ def support_of(rows: Sequence[Sequence[int]], top_k: int) -> NDArray[np.int32]:
     most = min(top_k + TIES, WIDEST)
     widths = [len(row) for row in rows]
     out = np.full((len(rows), max((w for w in widths if w <= most), default=1) or 1), NO_TOKEN, np.int32)
-    for its, row, width in zip(out, rows, widths, strict=True):
+    for target, row, width in zip(out, rows, widths, strict=True):
         if width > most:
-            its[0] = TOO_WIDE
+            target[0] = TOO_WIDE
         else:
-            its[:width] = row
+            target[:width] = row
     return out
 
 

@@ -112,11 +112,11 @@ UNWELL = frozenset({Cause.DROPPED, Cause.TROUBLE, Cause.NO_WORKER})
 """Somebody may have to do something."""
 
 
-def sound(cls: type[Any], said: Mapping[str, Any]) -> dict[str, Any]:
+def sound(cls: type[Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a record in a map: those of the type of their default. Anybody may have written it."""
     found: dict[str, Any] = {}
     for field in fields(cls):
-        value: Any = said.get(field.name)
+        value: Any = record.get(field.name)
         kind: type[Any] = type(field.default)
         if type(value) is kind or (kind is float and type(value) is int):
             found[field.name] = float(value) if kind is float else value

@@ -266,7 +266,7 @@ class Supervisor:
 
     def _observe(self, buffer: Buffer, ended: threading.Event) -> None:
         """Looks up who the server and the ranks are; in a thread, because it waits while the server is away."""
-        said = ""
+        message = ""
         while not ended.wait(OBSERVE_SECONDS):
             try:
                 ranks = buffer.store.heartbeats("rank")
@@ -274,8 +274,8 @@ class Supervisor:
             except RlbufferError:
                 continue  # the server is being restarted by whoever needs it; who it is then is seen next time
             except Exception as error:  # anybody may write there, and pids are for people
-                if str(error) != said:
-                    said = str(error)
+                if str(error) != message:
+                    message = str(error)
                     self.log.say("run", f"the ranks' heartbeats cannot be read: {type(error).__name__}: {error}")
                 continue
             embedded = getattr(getattr(buffer.store, "connection", None), "embedded", None)

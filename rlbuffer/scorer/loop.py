@@ -278,10 +278,10 @@ class _Scorer:
         try:
             rollouts, found = [], iter(self._store.read_payloads(refs))
             for rollout in info.rollouts:
-                its = [*islice(found, len(rollout.sequences))]
-                if None in its:
+                sequences = [*islice(found, len(rollout.sequences))]
+                if None in sequences:
                     raise PayloadError(f"the payload of rollout {rollout.rollout_id} is missing")
-                rollouts.append(payload.decode_whole(its, rollout.sequences))
+                rollouts.append(payload.decode_whole(sequences, rollout.sequences))
                 needs_column = self._options.column in info.needs and not rollout.failure
                 if self._reference is not None and needs_column:
                     self._reference.check(rollouts[-1])
@@ -324,10 +324,12 @@ class _Scorer:
                 del work[pending]
             return
         for pending, sequences in wanting.items():
-            own = iter([*islice(values, len(sequences))])
+            of_sequence = iter([*islice(values, len(sequences))])
             try:
                 rollouts = tuple(
-                    rollout if rollout.failure else with_column(rollout, column, [next(own) for _ in rollout.sequences])
+                    rollout
+                    if rollout.failure
+                    else with_column(rollout, column, [next(of_sequence) for _ in rollout.sequences])
                     for rollout in work[pending].rollouts
                 )
                 work[pending] = replace(work[pending], rollouts=rollouts)
@@ -354,8 +356,14 @@ class _Scorer:
         self._beat.rollouts += rollouts
         self._beat.tokens += tokens
         self._beat.error = ""
-        own = {"group_id": group.group_id, "env": group.env, "rollouts": rollouts, "tokens": tokens, "seconds": seconds}
-        _log.debug("group %s is scored", group.group_id, extra=fields("scored", **own))
+        counts = {
+            "group_id": group.group_id,
+            "env": group.env,
+            "rollouts": rollouts,
+            "tokens": tokens,
+            "seconds": seconds,
+        }
+        _log.debug("group %s is scored", group.group_id, extra=fields("scored", **counts))
         self._progress.add(rollouts, tokens)
 
     def _held_up(self, error: RlbufferError) -> None:

@@ -69,17 +69,17 @@ class Reference:
                 out[index] = np.ascontiguousarray(piece)
         return out
 
-    def _bare(self, its: TokenSequence) -> Rollout:
+    def _bare(self, sequence: TokenSequence) -> Rollout:
         """Without columns that the forward pass does not look at: those of different envs need not go together."""
-        temperatures = its.columns.get("temperatures")
-        support = its.columns.get(SUPPORT)
+        temperatures = sequence.columns.get("temperatures")
+        support = sequence.columns.get(SUPPORT)
         if temperatures is None:
-            temperatures = np.full(len(its.tokens), self._temperature, np.float32)
+            temperatures = np.full(len(sequence.tokens), self._temperature, np.float32)
         return Rollout(
-            tokens=its.tokens,
-            loss_mask=its.loss_mask,
-            logprobs=its.logprobs,
-            version_spans=its.version_spans,
+            tokens=sequence.tokens,
+            loss_mask=sequence.loss_mask,
+            logprobs=sequence.logprobs,
+            version_spans=sequence.version_spans,
             columns={
                 "temperatures": temperatures,
                 **({SUPPORT: support} if support is not None and is_support(support) else {}),

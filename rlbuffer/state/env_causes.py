@@ -40,8 +40,8 @@ def _cause(
     env: str, workers: Collection[Process], heard: Mapping[str, float], gateways: Collection[Process]
 ) -> tuple[Cause, str]:
     """`env` "": any. `gateways` are those that live."""
-    known = [worker for worker in workers if env in ("", worker.env)]
-    alive = [w for w in known if not w.has_stopped and (w.seconds_ago <= SHOWN_SILENT_SECONDS or w.is_starting)]
+    of_env = [worker for worker in workers if env in ("", worker.env)]
+    alive = [w for w in of_env if not w.has_stopped and (w.seconds_ago <= SHOWN_SILENT_SECONDS or w.is_starting)]
     if any(map(_samples, alive)):
         return Cause.GENERATING, ""
     if alive:
@@ -59,9 +59,9 @@ def _cause(
     silence = min((seconds for name, seconds in heard.items() if env in ("", name)), default=None)
     if silence is not None and silence <= SHOWN_SILENT_SECONDS:
         return Cause.WRITERS, f"the last push came {duration(silence)} ago"
-    if gateways and not known:
+    if gateways and not of_env:
         return Cause.AGENTS, ""
-    last = [f"{w.name} {'ended' if w.has_stopped else 'was last seen'} {duration(w.seconds_ago)} ago" for w in known]
+    last = [f"{w.name} {'ended' if w.has_stopped else 'was last seen'} {duration(w.seconds_ago)} ago" for w in of_env]
     came = [] if silence is None else [f"the last push came {duration(silence)} ago"]
     return Cause.NO_WORKER, ", ".join([*last[:SHOWN_WORKERS], *came])
 

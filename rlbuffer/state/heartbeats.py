@@ -195,8 +195,8 @@ class Process:
         gateway's name alone: ``gateway``, ``gateway-1``."""
         if self.kind == GATEWAY and self.name.startswith(GATEWAY):
             return self.name
-        own = {LEADER: "batcher", SUPERVISOR: "supervisor"} if self.kind == "batcher" else {}
-        return own.get(self.name, f"{self.kind} {self.name}")
+        names = {LEADER: "batcher", SUPERVISOR: "supervisor"} if self.kind == "batcher" else {}
+        return names.get(self.name, f"{self.kind} {self.name}")
 
     @property
     def is_supervisor(self) -> bool:
@@ -225,14 +225,14 @@ def processes(kind: str, beats: Mapping[str, Beat]) -> tuple[Process, ...]:
     return tuple(Process.of(kind, name, beat) for name, beat in sorted(beats.items()))
 
 
-def counts_of(said: Any) -> dict[str, int]:
+def counts_of(counts: Any) -> dict[str, int]:
     """Counts by name that a heartbeat says, such as kind of error -> groups; what is no count is left out."""
-    return {str(name): n for name, n in said.items() if type(n) is int} if isinstance(said, Mapping) else {}
+    return {str(name): n for name, n in counts.items() if type(n) is int} if isinstance(counts, Mapping) else {}
 
 
-def _numbers_of(said: Any) -> dict[str, float]:
+def _numbers_of(numbers: Any) -> dict[str, float]:
     """Numbers by name that a heartbeat says; what is none is left out."""
-    return {str(name): n for name, n in said.items() if is_number(n)} if isinstance(said, Mapping) else {}
+    return {str(name): n for name, n in numbers.items() if is_number(n)} if isinstance(numbers, Mapping) else {}
 
 
 def batcher_waiting(
@@ -269,9 +269,9 @@ def while_starting(waiting: Waiting | None, processes: Collection[Process]) -> W
         return None
     rank = next((p.waiting for p in processes if p.kind == "rank" and p.is_starting), None)
     run = next((p.waiting for p in processes if p.is_supervisor and p.is_starting), None)
-    if waiting.kind in (Wait.NO_TRAINER, Wait.TRAINER_GONE) and (said := rank or run) is not None:
-        loads = ", ".join(filter(None, ["the trainer", said.detail]))
-        return replace(said, step=waiting.step, detail=loads)
+    if waiting.kind in (Wait.NO_TRAINER, Wait.TRAINER_GONE) and (starting := rank or run) is not None:
+        loads = ", ".join(filter(None, ["the trainer", starting.detail]))
+        return replace(starting, step=waiting.step, detail=loads)
     if run is not None and waiting.kind in FOR_GROUPS and waiting.cause == Cause.NO_WORKER:
         return replace(waiting, cause=Cause.LOADING, detail="they were started a moment ago")
     return waiting

@@ -63,13 +63,13 @@ def metrics_of(cls: Any) -> Iterator[tuple[str, Metric]]:
     return ((part.name, each) for part in fields(cls) for each in part.metadata.get("metrics", ()))
 
 
-def said_in(cls: Any, said: Any) -> dict[str, Any]:
+def said_in(cls: Any, record: Any) -> dict[str, Any]:
     """The fields of a record that a heartbeat says. Anybody may have written it: another type is left out."""
     out: dict[str, Any] = {}
     for part in fields(cls):
-        if part.metadata.get("is_said") and isinstance(said, Mapping) and part.name in said:
+        if part.metadata.get("is_said") and isinstance(record, Mapping) and part.name in record:
             (each,) = part.metadata["metrics"]
-            value = _sound(each, said[part.name])
+            value = _sound(each, record[part.name])
             if value is not None:
                 out[part.name] = value
     return out

@@ -115,8 +115,8 @@ def _add_records(state: RunState, add: Callable[..., None]) -> None:
     for field, metric in metrics_of(Process):
         for process in processes:
             if process.kind == metric.labels[0]:
-                own = (process.name, process.env) if "env" in metric.labels else (process.name,)
-                add(metric, getattr(process, field), *own)
+                labels = (process.name, process.env) if "env" in metric.labels else (process.name,)
+                add(metric, getattr(process, field), *labels)
 
 
 def _of_env(metric: Metric) -> Metric:

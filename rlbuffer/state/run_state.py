@@ -242,12 +242,12 @@ class RunState:
 
     def as_object(self) -> dict[str, Any]:
         """``rlbuffer.run/2``, as JSON may hold it: the fields, and the sentences of what is waited for and to cure."""
-        said: dict[str, Any] = {
+        derived: dict[str, Any] = {
             "waiting": None if self.waiting is None else _with_sentence(self.waiting),
             "problems": [_with_sentence(problem) for problem in self.problems],
         }
         written: dict[str, Any] = _json(asdict(self))
-        return {"schema": SCHEMA} | written | said
+        return {"schema": SCHEMA} | written | derived
 
 
 def _json(value: Any) -> Any:
@@ -263,9 +263,9 @@ def _with_sentence(record: Waiting | Problem) -> dict[str, Any]:
     return record.record() | {"sentence": str(record)}
 
 
-def env_said(said: Any) -> dict[str, Any]:
+def env_said(record: Any) -> dict[str, Any]:
     """The fields of :class:`EnvState` in what the leader's heartbeat says of an env."""
-    found = said_in(EnvState, said)
+    found = said_in(EnvState, record)
     return found | {"ages": {age: n for age, n in found.get("ages", {}).items() if age.isdecimal()}}
 
 
@@ -274,7 +274,7 @@ def buffer_record(beat: Mapping[str, Any]) -> dict[str, Any]:
     heartbeat. `step` is the last one that was committed."""
     record: dict[str, Any] = {}
     envs = beat.get("envs")
-    for env, said in envs.items() if isinstance(envs, Mapping) else ():
-        for name, value in env_said(said).items():
+    for env, of_env in envs.items() if isinstance(envs, Mapping) else ():
+        for name, value in env_said(of_env).items():
             record.setdefault(name, {})[env] = value
     return {"step": beat.get("step")} | record if record else {}

@@ -102,9 +102,9 @@ def several_ids(prefix: str, ids: Iterable[str], place: str) -> str:
     )
 
 
-def no_such_option(what: str, given: Iterable[str], known: Iterable[str]) -> str:
-    """A sentence about the first of `given` that is not `known`, with what was probably meant; "" when all are."""
-    names = list(known)
+def no_such_option(what: str, given: Iterable[str], allowed: Iterable[str]) -> str:
+    """A sentence about the first of `given` that is not `allowed`, with what was probably meant; "" when all are."""
+    names = list(allowed)
     for option in given:
         if option not in names:
             options = f" Its options are {', '.join(names)}." if names else ""

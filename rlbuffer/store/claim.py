@@ -34,7 +34,9 @@ def decode_claim(data: bytes) -> Claim:
 def pack_step(step: TrainedStep) -> dict[str, Any]:
     """A remembered step as plain values, for a claim or a checkpoint."""
     envs = {env: list(pair) for env, pair in step.envs.items()}
-    unused = {"unused": {rollout_id: list(its) for rollout_id, its in step.unused.items()}} if step.unused else {}
+    unused = (
+        {"unused": {rollout_id: list(amounts) for rollout_id, amounts in step.unused.items()}} if step.unused else {}
+    )
     return {"step": step.step, "digest": step.digest, "group_ids": list(step.group_ids), "envs": envs} | unused
 
 
@@ -45,7 +47,7 @@ def unpack_step(record: Mapping[str, Any]) -> TrainedStep:
         digest=str(record["digest"]),
         group_ids=tuple(str(group_id) for group_id in record["group_ids"]),
         envs={str(env): (int(rollouts), int(tokens)) for env, (rollouts, tokens) in record["envs"].items()},
-        unused={str(rollout_id): _not_trained(*its) for rollout_id, its in record.get("unused", {}).items()},
+        unused={str(rollout_id): _not_trained(*amounts) for rollout_id, amounts in record.get("unused", {}).items()},
     )
 
 

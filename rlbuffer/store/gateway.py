@@ -146,8 +146,8 @@ class GatewayStore(WorkerStore):
         return begun
 
     def _begun(self, key: str, group: str, *, is_new: bool) -> Begun | None:
-        known = self.look(lambda client: client.hmget(self.keys.open_group(group), "size", "salt", "about", "key"))
-        size, salt, about, owner = known
+        fields = self.look(lambda client: client.hmget(self.keys.open_group(group), "size", "salt", "about", "key"))
+        size, salt, about, owner = fields
         if size is None or salt is None or owner != digest_of(key).encode():
             return None
         count = number(size) or 0

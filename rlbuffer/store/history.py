@@ -21,8 +21,8 @@ class HistoryRecord:
     def as_object(self) -> dict[str, Any]:
         """The record with its name, as the stream holds it; without fields that need not be there and are not."""
         values = ((part, getattr(self, part.name)) for part in fields(self))
-        own = {part.name: value for part, value in values if value is not None or part.default is MISSING}
-        return {"event": self.event, **own}
+        values_given = {part.name: value for part, value in values if value is not None or part.default is MISSING}
+        return {"event": self.event, **values_given}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

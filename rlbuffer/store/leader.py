@@ -124,8 +124,8 @@ class LeaderStore(TicketStore):
         folder = resources.files("rlbuffer.store") / "scripts"
         names = sorted(file.name.removesuffix(".lua") for file in folder.iterdir() if file.name.endswith(".lua"))
         digests = [self.script(name).sha for name in names]
-        known = self.look(lambda client: client.script_exists(*digests))
-        for name, is_known in zip(names, known, strict=True):
+        are_known = self.look(lambda client: client.script_exists(*digests))
+        for name, is_known in zip(names, are_known, strict=True):
             if not is_known:
                 self.look(partial(_load, script=self.script(name)))
 
@@ -285,8 +285,8 @@ class LeaderStore(TicketStore):
             if sizes != expected:
                 at = 0
                 for entry_id, places in page.items():
-                    its = slice(at, at := at + len(places))
-                    if sizes[its] != expected[its]:
+                    span = slice(at, at := at + len(places))
+                    if sizes[span] != expected[span]:
                         broken.append(entry_id)
         return broken
 
@@ -416,11 +416,11 @@ class LeaderStore(TicketStore):
         swept = 0
         while members := here(lambda pipe: pipe.zrangebyscore(keys.garbage, "-inf", retired, start=0, num=SWEEP))[0]:
             # Scorers write this list, too, and the leader may unlink anything: only a payload of this run goes.
-            own = [key for key in members if key.startswith(keys.payload_prefix.encode())]
+            payload_keys = [key for key in members if key.startswith(keys.payload_prefix.encode())]
             # UNLINK before ZREM: a crash in between leaves a name to be swept again, never a payload without one.
-            here(partial(unlink, names=own))
+            here(partial(unlink, names=payload_keys))
             here(partial(forget, names=members))
-            swept += len(own)
+            swept += len(payload_keys)
         return swept
 
     def forget_open_rollouts(self) -> int:
@@ -504,7 +504,7 @@ class LeaderStore(TicketStore):
                 pending.setdefault(entry.group_id, []).append(entry)
         left = {step.group_ids[0]: step.unused for step in claim.steps if step.unused}
         uses = {group_id: [*_as_trained(members, left.get(group_id, {}))] for group_id, members in pending.items()}
-        entry_uses = [use for its in uses.values() for use in its]
+        entry_uses = [use for of_group in uses.values() for use in of_group]
         record = Recovered(
             step=claim.step,
             forgotten=claim.step - common,
@@ -568,8 +568,8 @@ def _lines(plan: StepPlan, record: Mapping[str, Any], decided: Decided | None) -
     summary = {
         name: record[name] for name in ("step", "rollouts", "tokens", "reward", "age", "max_age", "fill", "envs")
     }
-    known = {} if decided is None else decided._asdict()
-    history = Committed(groups=len(plan.group_ids), closed_by=plan.closed_by, flat=plan.flat, **summary, **known)
+    account = {} if decided is None else decided._asdict()
+    history = Committed(groups=len(plan.group_ids), closed_by=plan.closed_by, flat=plan.flat, **summary, **account)
     return payload.dumps(summary), payload.dumps(history.as_object())
 
 
@@ -603,9 +603,9 @@ def _pages(rollouts: PlannedRollouts) -> Iterator[dict[str, Sequence[int]]]:
         places[push.entry_id] = push.places if before is None else [*before, *push.places]
     page: dict[str, Sequence[int]] = {}
     size = 0
-    for entry_id, its in places.items():
-        page[entry_id] = its
-        size += len(its)
+    for entry_id, group_rows in places.items():
+        page[entry_id] = group_rows
+        size += len(group_rows)
         if size >= PIN_ROLLOUTS:
             yield page
             page, size = {}, 0
@@ -623,11 +623,11 @@ def _expected_sizes(page: Mapping[str, Sequence[int]], entries: Mapping[str, Poo
     rows = []
     for entry_id, places in page.items():
         info = entries[entry_id].info
-        its = b"" if info is None else info.rows
-        if places == range(len(its) // ROW.size):
-            rows.append(its)
+        rows_of_group = b"" if info is None else info.rows
+        if places == range(len(rows_of_group) // ROW.size):
+            rows.append(rows_of_group)
         else:
-            rows += [its[ROW.size * place : ROW.size * (place + 1)] for place in places]
+            rows += [rows_of_group[ROW.size * place : ROW.size * (place + 1)] for place in places]
     sizes: list[int] = np.frombuffer(b"".join(rows), ROW_DTYPE)["size"].tolist()
     return sizes
 
@@ -643,6 +643,10 @@ def _as_trained(entries: Iterable[PoolEntry], unused: Collection[str]) -> Iterat
                 reason = Reason.DUPLICATE if info.rollout_id in seen else Reason.UNUSED
                 dropped.setdefault(reason, []).append(info.length)
             seen.add(info.rollout_id)
-        lengths = [length for its in dropped.values() for length in its]
-        rows = [value for reason, its in dropped.items() for value in (reason, len(its), sum(its))]
+        lengths = [length for lengths_of_reason in dropped.values() for length in lengths_of_reason]
+        rows = [
+            value
+            for reason, lengths_of_reason in dropped.items()
+            for value in (reason, len(lengths_of_reason), sum(lengths_of_reason))
+        ]
         yield [entry.entry_id, entry.rollouts - len(lengths), entry.tokens - sum(lengths), len(dropped), *rows]

@@ -52,7 +52,7 @@ class PushLimits:
 
 def read_limits(client: Any) -> PushLimits:
     """The limits that `client`'s server says it has, else those that servers have unless they are set otherwise."""
-    known = PushLimits()
+    defaults = PushLimits()
     try:
         settings = client.config_get("client-query-buffer-limit", "proto-max-bulk-len")
     except redis.ResponseError:  # not allowed, or a host that has no CONFIG
@@ -62,8 +62,8 @@ def read_limits(client: Any) -> PushLimits:
     except redis.ResponseError:
         memory = 0
     return PushLimits(
-        transaction=int(settings.get("client-query-buffer-limit", known.transaction)),
-        value=int(settings.get("proto-max-bulk-len", known.value)),
+        transaction=int(settings.get("client-query-buffer-limit", defaults.transaction)),
+        value=int(settings.get("proto-max-bulk-len", defaults.value)),
         memory=memory,
     )
 

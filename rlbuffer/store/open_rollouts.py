@@ -297,7 +297,7 @@ class WaitingGroup:
     @property
     def bytes(self) -> int:
         """Bytes of its calls that are there."""
-        return sum(its.bytes for its in self.rollouts if not its.dropped)
+        return sum(rollout.bytes for rollout in self.rollouts if not rollout.dropped)
 
     @property
     def env(self) -> str:
@@ -467,14 +467,14 @@ def counts_of(fields: Mapping[bytes, bytes]) -> dict[str, OpenCounts]:
         sums.setdefault(env, {})[what] = number(value) or 0
     return {
         env: OpenCounts(
-            begun=its.get("begun", 0),
-            open=its.get("begun", 0) - its.get("ended", 0),
-            ended=its.get("ended", 0) - its.get("pushed", 0),
-            pushed=its.get("pushed", 0),
-            calls=its.get("calls", 0),
-            tokens=its.get("tokens", 0),
+            begun=counts.get("begun", 0),
+            open=counts.get("begun", 0) - counts.get("ended", 0),
+            ended=counts.get("ended", 0) - counts.get("pushed", 0),
+            pushed=counts.get("pushed", 0),
+            calls=counts.get("calls", 0),
+            tokens=counts.get("tokens", 0),
         )
-        for env, its in sorted(sums.items())
+        for env, counts in sorted(sums.items())
     }
 
 
@@ -487,14 +487,14 @@ def place_of(meta: Sequence[bytes | None]) -> tuple[int, int]:
 
 def rollout_of(name: str, fields: Sequence[bytes | None], deadline: Any, line: int) -> OpenRollout | None:
     """An open rollout of its fields, in the order of those that stay; None where it is not there, or has no state."""
-    known = dict(zip(_SMALL, fields, strict=False))
+    by_name = dict(zip(_SMALL, fields, strict=False))
     try:
-        state = OpenState(text(known.get("state") or b""))
+        state = OpenState(text(by_name.get("state") or b""))
     except ValueError:
         return None
 
     def whole(field_name: str) -> int:
-        return number(known[field_name]) or 0
+        return number(by_name[field_name]) or 0
 
     return OpenRollout(
         name=name,
@@ -503,13 +503,13 @@ def rollout_of(name: str, fields: Sequence[bytes | None], deadline: Any, line: i
         sequences=whole("sequences"),
         bytes=whole("bytes"),
         tokens=whole("tokens"),
-        oldest_version=number(known["oldest"]),
+        oldest_version=number(by_name["oldest"]),
         begun_ms=whole("begun"),
         heard_ms=whole("heard"),
         deadline_ms=0 if deadline is None else int(deadline),
-        end=end_of(known.get("end")),
-        dropped=text(known.get("dropped") or b""),
-        is_frozen=known.get("frozen") is not None and state is OpenState.OPEN,
+        end=end_of(by_name.get("end")),
+        dropped=text(by_name.get("dropped") or b""),
+        is_frozen=by_name.get("frozen") is not None and state is OpenState.OPEN,
         is_void=whole("epoch") < line,
     )
 
@@ -538,13 +538,13 @@ def look_up(store: Viewer, capability: str, request: str, histories: Sequence[st
     if not epoch:
         raise store.no_run()
     fields = found or [None] * (len(_SMALL) + len(asked))
-    small, (newest, heard, *known) = fields[: len(_SMALL)], fields[len(_SMALL) :]
+    small, (newest, heard, *history_calls) = fields[: len(_SMALL)], fields[len(_SMALL) :]
     rollout = rollout_of(name, small, deadline, line)
     if rollout is None or not hmac.compare_digest(text(small[1] or b""), digest_of(capability)):
         raise OpenRolloutUnknown(f"there is no open rollout {name} with that capability ({key})")
     told = [number(part.encode()) or 0 for part in [*text(heard or b"").split(" "), "", "", ""][:3]]
     is_heard = newest is not None and told[0] == number(newest)
-    place = next((i for i, call in enumerate(known) if call is not None), None)
+    place = next((i for i, call in enumerate(history_calls) if call is not None), None)
     return Found(
         rollout=rollout,
         line=line,
@@ -553,7 +553,7 @@ def look_up(store: Viewer, capability: str, request: str, histories: Sequence[st
         heard_ms=told[1] if is_heard else 0,
         heard_tries=told[2] if is_heard else 0,
         history="" if place is None else histories[place],
-        history_call=0 if place is None else number(known[place]) or 0,
+        history_call=0 if place is None else number(history_calls[place]) or 0,
     )
 
 
@@ -600,7 +600,7 @@ def _waiting_of(store: Viewer, groups: Mapping[str, int]) -> Iterator[WaitingGro
             begun_ms=number(begun) or 0,
             epoch=epoch,
             is_void=(number(begun_in) or 0) < line,
-            rollouts=tuple(its if its is not None else _unreadable(name) for name, its in rollouts),
+            rollouts=tuple(rollout if rollout is not None else _unreadable(name) for name, rollout in rollouts),
         )
 
 

@@ -153,7 +153,7 @@ class OperatorStore(TicketStore):
             for group_id, group_members in members.items():
                 # For a group that was trained before, only one use is void.
                 if not header.uses.get(group_id):
-                    infos = [folded([ref.info for ref in its]) for its in by_rollout(group_members)]
+                    infos = [folded([ref.info for ref in of_rollout]) for of_rollout in by_rollout(group_members)]
                     add(group_id, group_members[0].env, infos, f"step {header.step} was taken back")
         pool = self.stream(self.keys.pool, "0-0", count=LISTED, block_seconds=0.0) if with_pool else []
         for entry in pool_entries(self.keys, pool):

@@ -125,12 +125,14 @@ class PartRollouts(LazyRecords[PartRollout]):
         return len(self.table)
 
     def _each(self) -> Iterator[PartRollout]:
-        own = [name for name in PART_ROW.names or () if name not in {*(ROW_DTYPE.names or ()), "source", "rollout"}]
-        columns = zip(*[self.table[name].tolist() for name in own], strict=True)
-        its = zip(self.table[["source", *_UNSAID]].tolist(), columns, self.announced, strict=True)
-        for (source, *unsaid), values, announced in its:
+        column_names = [
+            name for name in PART_ROW.names or () if name not in {*(ROW_DTYPE.names or ()), "source", "rollout"}
+        ]
+        columns = zip(*[self.table[name].tolist() for name in column_names], strict=True)
+        sequences = zip(self.table[["source", *_UNSAID]].tolist(), columns, self.announced, strict=True)
+        for (source, *unsaid), values, announced in sequences:
             yield PartRollout(
-                **dict(zip(own, values, strict=True)),
+                **dict(zip(column_names, values, strict=True)),
                 info=RolloutInfo(**dict(zip(_UNSAID, unsaid, strict=True)), **announced._asdict()),
                 **self._sources[source]._asdict(),
             )

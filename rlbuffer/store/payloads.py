@@ -55,8 +55,8 @@ def read_rollouts(
     `schema`: the further columns of its step.
     """
     for chunk in chunks([ref.info.size for ref in refs], FETCH_BYTES):
-        its = refs[chunk.start : chunk.stop]
-        for ref, data in zip(its, store.read_payloads(its), strict=True):
+        chunk_refs = refs[chunk.start : chunk.stop]
+        for ref, data in zip(chunk_refs, store.read_payloads(chunk_refs), strict=True):
             read = opened(data, ref.info, ref.adapter, schema, can)
             yield ref, read if isinstance(read, str) else sound(read, can)
 

@@ -50,8 +50,8 @@ class Planned:
             return
         numbers = iter(self.numbers_in_push)
         for push, info in zip(self.pushes, self._infos, strict=True):
-            its = dict.fromkeys(islice(numbers, len(push.places)))
-            if [*push.places] != [*info.places_of([*its])]:
+            group_numbers = dict.fromkeys(islice(numbers, len(push.places)))
+            if [*push.places] != [*info.places_of([*group_numbers])]:
                 raise PayloadError(f"entry {push.entry_id}: its step would hold a part of a rollout's sequences")
 
     @cached_property
@@ -79,13 +79,15 @@ class Planned:
         all_ids, all_named, numbers = list[str](), list[Mapping[str, float]](), iter(self.numbers_in_push)
         for push, info in zip(self.pushes, self._infos, strict=True):
             ids, named = names_of(info)
-            its = [*islice(numbers, len(push.places))]
+            group_numbers = [*islice(numbers, len(push.places))]
             is_whole = push.places == range(len(ids))
-            all_ids += ids if is_whole else [ids[number] for number in its]
-            all_named += named if is_whole else [named[number] for number in its]
+            all_ids += ids if is_whole else [ids[number] for number in group_numbers]
+            all_named += named if is_whole else [named[number] for number in group_numbers]
         groups = [push.group_id for push in self.pushes for _ in push.places]
-        own = all_ids != [f"{group}/{number}" for group, number in zip(groups, self.numbers_in_push, strict=True)]
-        return all_ids if own else None, all_named if any(all_named) else None
+        has_own_ids = all_ids != [
+            f"{group}/{number}" for group, number in zip(groups, self.numbers_in_push, strict=True)
+        ]
+        return all_ids if has_own_ids else None, all_named if any(all_named) else None
 
     @cached_property
     def are_scored(self) -> NDArray[np.bool_]:
@@ -104,8 +106,8 @@ class Planned:
     def by_env(self) -> dict[str, NDArray[np.int64]]:
         """env -> its rollouts, in the order of each one's first."""
         number: dict[str, int] = {}
-        its = self.spread([number.setdefault(push.env, len(number)) for push in self.pushes])[self._heads]
-        return {env: np.flatnonzero(its == i) for env, i in number.items()}
+        env_numbers = self.spread([number.setdefault(push.env, len(number)) for push in self.pushes])[self._heads]
+        return {env: np.flatnonzero(env_numbers == i) for env, i in number.items()}
 
     @cached_property
     def origins(self) -> NDArray[np.int64]:

@@ -139,7 +139,7 @@ class Sources:
 
     done: frozenset[str] = frozenset()
     """Envs with an end of which every ticket was given, and none is out."""
-    said: frozenset[str] = frozenset()
+    declared: frozenset[str] = frozenset()
     """Those of them whose end a producer or an operator has said: no part of a group comes any more either."""
     open: frozenset[str] = frozenset()
     """Other envs that were sampled, or whose workers have come."""

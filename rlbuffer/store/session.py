@@ -180,12 +180,12 @@ class Session:
 
     def server_id(self) -> str:
         """The server's identity: another one after every restart and failover, when newest writes may be lost."""
-        losses, known = self._server
-        if losses != self.connection.losses or not known:
+        losses, server_id = self._server
+        if losses != self.connection.losses or not server_id:
             losses = self.connection.losses
-            known = self.connection.server_id(self.patience_seconds, on_retry=self.on_retry)
-            self._server = losses, known
-        return known
+            server_id = self.connection.server_id(self.patience_seconds, on_retry=self.on_retry)
+            self._server = losses, server_id
+        return server_id
 
     def stay(self, since: int | None) -> None:
         """Raises LeaseLost when the connection was lost more often than `since` times; None: never mind.

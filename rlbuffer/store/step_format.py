@@ -129,16 +129,16 @@ def _envs_of(planned: Planned) -> tuple[dict[str, dict[str, Any]], list[float]]:
         groups.setdefault(push.env, set()).add(push.group_id)
     lengths, of_all, rewards = planned.numbers["length"], planned.numbers["reward"], list[float]()
     envs = {}
-    for env, its in planned.by_env.items():
-        its_rewards = of_all[its[planned.are_scored[its]]].tolist()
+    for env, places in planned.by_env.items():
+        env_rewards = of_all[places[planned.are_scored[places]]].tolist()
         envs[env] = {
-            "rollouts": len(its),
-            "tokens": int(lengths[its].sum(dtype=np.int64)),
+            "rollouts": len(places),
+            "tokens": int(lengths[places].sum(dtype=np.int64)),
             "groups": len(groups[env]),
-            "reward": _mean(its_rewards),
-            **_ages(planned.ages[its]),
+            "reward": _mean(env_rewards),
+            **_ages(planned.ages[places]),
         }
-        rewards += its_rewards
+        rewards += env_rewards
     return dict(sorted(envs.items(), key=itemgetter(0))), rewards
 
 
@@ -164,8 +164,8 @@ def left_out(planned: Planned, prefix: str) -> dict[str, Any]:
 
 def age_limit(config: Mapping[str, Any], env: str) -> int | None:
     """`max_age` for `env` in a run's config; None when the run has no config."""
-    own = (config.get("envs") or {}).get(env) or {}
-    limit = own.get("max_age")
+    of_env = (config.get("envs") or {}).get(env) or {}
+    limit = of_env.get("max_age")
     return config.get("max_age") if limit is None else limit
 
 
@@ -175,22 +175,22 @@ def encoded_parts(planned: Planned, prefix: str = "") -> Iterator[bytes]:
     Payload keys stand in them without the run's `prefix`.
     """
     plan, layout = planned.plan, planned.plan.plan
-    known = [_source(planned.entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
-    packed = [msgspec.Raw(_ENCODER.encode(source)) for source in known]
+    entry_sources = [_source(planned.entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
+    packed = [msgspec.Raw(_ENCODER.encode(source)) for source in entry_sources]
     ids, named = planned.names
     table = planned.table()
     for rank in range(layout.world_size):
         its_rows = [micro_step[rank] for micro_step in layout.rows]
         order = [*chain.from_iterable(chain.from_iterable(its_rows))]
-        its = table.take(order, axis=0).view(PART_ROW).reshape(-1)
-        sources, its["source"] = numbered(its["source"].astype(np.int64))
+        part_table = table.take(order, axis=0).view(PART_ROW).reshape(-1)
+        sources, part_table["source"] = numbered(part_table["source"].astype(np.int64))
         part = _Part(
             step=plan.step,
             rank=rank,
             row_tokens=layout.row_tokens,
             rows_per_micro_batch=layout.rows_per_micro_batch,
             sources=[packed[source] for source in sources.tolist()],
-            rollouts=its.tobytes(),
+            rollouts=part_table.tobytes(),
             ids=None if ids is None else [ids[i] for i in order],
             rewards=None if named is None else [dict(named[i]) for i in order],
             rows=[[len(row) for row in rows] for rows in its_rows],
@@ -260,7 +260,7 @@ def decode_part(data: bytes, prefix: str = "") -> StepPart:
     except (msgspec.MsgspecError, ValueError) as error:
         raise PayloadError(f"step part: unexpected content ({error})") from None
     places = count()
-    rows = tuple(tuple(tuple(islice(places, n)) for n in its) for its in part.rows)
+    rows = tuple(tuple(tuple(islice(places, n)) for n in row_lengths) for row_lengths in part.rows)
     sources = [source._replace(payload_key=prefix + source.payload_key) for source in part.sources]
     return StepPart(
         step=part.step,
@@ -278,7 +278,7 @@ def _check_part(part: _Part, table: NDArray[np.void]) -> None:
         raise ValueError(f"its rows hold {in_rows} rollouts, and it has {len(table)}")
     if table["source"].max(initial=0) >= max(len(part.sources), 1):
         raise ValueError("a rollout names a push that the part does not have")
-    if any(its is not None and len(its) != len(table) for its in (part.ids, part.rewards)):
+    if any(values is not None and len(values) != len(table) for values in (part.ids, part.rewards)):
         raise ValueError("ids or named rewards of another number of rollouts")
     numbers_are_right = (
         (table["length"] > 0)

@@ -23,15 +23,15 @@ def unused_lines(steps: Iterable[TrainedStep]) -> str:
 
 def _line(step: TrainedStep) -> str:
     (env,), (group_id,), left = step.envs, step.group_ids, step.unused.values()
-    scored = [its.reward for its in left if its.reward is not None]
+    scored = [rollout.reward for rollout in left if rollout.reward is not None]
     record = Dropped(
         group_id=group_id,
         env=env,
         reason=Reason.UNUSED,
         rollouts=len(left),
-        tokens=sum(its.tokens for its in left),
+        tokens=sum(rollout.tokens for rollout in left),
         detail=f"the trainer was given it in step {step.step}, and has not trained it",
-        min_version=min(its.min_version for its in left),
+        min_version=min(rollout.min_version for rollout in left),
         reward=fmean(scored) if scored else None,
         step=step.step,
         digest=step.digest,

@@ -318,15 +318,15 @@ class Viewer(Session):
     def read_fields(self, request: FieldRequest) -> dict[tuple[str, str], bytes | None]:
         """The values of fields by payload key and field, :data:`FETCH_BYTES` of them at once. None where there is
         none."""
-        fields = [(key, *field) for key, its in request.items() for field in its.items()]
+        fields = [(key, *field) for key, names in request.items() for field in names.items()]
         values: dict[tuple[str, str], bytes | None] = {}
         for chunk in chunks([size for _, _, size in fields], FETCH_BYTES):
             part: dict[str, list[str]] = {}
             for key, field, _ in fields[chunk.start : chunk.stop]:
                 part.setdefault(key, []).append(field)
             replies = self.paged([*part.items()], lambda pipe, item: pipe.hmget(*item), size=len(part))
-            for (key, its), reply in zip(part.items(), replies, strict=True):
-                values |= zip(zip(repeat(key), its), reply or repeat(None), strict=False)
+            for (key, names), reply in zip(part.items(), replies, strict=True):
+                values |= zip(zip(repeat(key), names), reply or repeat(None), strict=False)
         return values
 
     # -- the trainer and other processes -----------------------------------------------------------------------------
@@ -591,11 +591,11 @@ def sources_of(written: Fields, taken: Fields, out: Mapping[str, int]) -> Source
     """
     given, numbers, ends, over = ends_of(written, taken)
     done = frozenset(env for env in over if out.get(env) == 0)
-    known = {env for env in (*given, *numbers) if not env.startswith("[")}
+    env_names = {env for env in (*given, *numbers) if not env.startswith("[")}
     return Sources(
         done=done,
-        said=frozenset(env for env in done if given[env].startswith("=")),
-        open=frozenset(known - done),
+        declared=frozenset(env for env in done if given[env].startswith("=")),
+        open=frozenset(env_names - done),
         expected=frozenset(name[8:-1] for name in given if name.startswith("[worker.")),
         ends=ends,
         written=written,
@@ -646,11 +646,11 @@ def _sizes(refs: Sequence[PartRollout]) -> FieldRequest:
 def chunks(sizes: Sequence[int], most: int) -> Iterator[range]:
     """Consecutive runs of at most `most` bytes, so that no reply holds a whole step in the server's memory."""
     start, size = 0, 0
-    for i, its in enumerate(sizes):
-        if size and size + its > most:
+    for i, rollout_bytes in enumerate(sizes):
+        if size and size + rollout_bytes > most:
             yield range(start, i)
             start, size = i, 0
-        size += its
+        size += rollout_bytes
     if start < len(sizes):
         yield range(start, len(sizes))
 

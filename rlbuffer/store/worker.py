@@ -63,8 +63,8 @@ class WorkerStore(TicketStore, ProducerStore):
         began.
         """
         # Repeated over a lost reply all the same: numbers that were given out unheard expire and are taken again.
-        own, args = self._take(env, n, ttl_seconds, size, section, known_end, least)
-        return self._numbers(env, self.move("ticket", own, args))
+        ticket_keys, args = self._take(env, n, ttl_seconds, size, section, known_end, least)
+        return self._numbers(env, self.move("ticket", ticket_keys, args))
 
     def ask(
         self,
@@ -82,8 +82,8 @@ class WorkerStore(TicketStore, ProducerStore):
         at whether the run drains. The heartbeat is stored also where the tickets are refused. Raises as
         `take_tickets`."""
         telemetry, ticket = self.script("telemetry"), self.script("ticket")
-        own, args = self._take(env, n, ttl_seconds, size, section, known_end)
-        keys, beats = self.declared(own), self.declared([self.keys.heartbeats("worker")])
+        ticket_keys, args = self._take(env, n, ttl_seconds, size, section, known_end)
+        keys, beats = self.declared(ticket_keys), self.declared([self.keys.heartbeats("worker")])
         note = beat_args(worker, beat)
 
         def send() -> list[Any]:
@@ -163,8 +163,8 @@ class WorkerStore(TicketStore, ProducerStore):
     def note_visits(self, env: str, prompt_id: str, marks: str) -> None:
         """Replaces the note on a prompt. Of two at once one is lost; of too many prompts some are forgotten."""
         key = self.keys.visits(env)
-        _, known = self.piped(lambda pipe: pipe.hset(key, prompt_id, marks).hlen(key))
-        surplus = min(known - MOST_VISITS, FORGOTTEN_AT_ONCE)
+        _, count = self.piped(lambda pipe: pipe.hset(key, prompt_id, marks).hlen(key))
+        surplus = min(count - MOST_VISITS, FORGOTTEN_AT_ONCE)
         others = self.look(lambda client: client.hrandfield(key, surplus)) if surplus > 0 else []
         if others:
             self.look(lambda client: client.hdel(key, *others))

@@ -163,11 +163,11 @@ def recognised(record: Value, name: str | None) -> Format:
     fields = record.mapping
     found = next((one for one in FORMATS if (one.name == name if name else _has_all(fields, one.fields))), None)
     if found is None:
-        known = ", ".join(dict.fromkeys(one.name for one in FORMATS))
+        names = ", ".join(dict.fromkeys(one.name for one in FORMATS))
         if name:
-            raise record.wrong(f"format {name} is not known; known are {known}")
+            raise record.wrong(f"format {name} is not known; known are {names}")
         raise record.wrong(
-            f"no format that is known has the fields {', '.join(sorted(map(str, fields))[:12])}; known are {known}"
+            f"no format that is known has the fields {', '.join(sorted(map(str, fields))[:12])}; known are {names}"
         )
     return found
 

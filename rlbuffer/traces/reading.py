@@ -53,7 +53,7 @@ class Traces:
     """In the order of their first attempts; `planned_size` is how many rollouts of the group are there."""
     left_out: tuple[LeftOut, ...]
     """Attempts that are no rollout, and records that cannot be read."""
-    said: str
+    summary: str
     """One sentence: the format, how lines became groups, and what was left out."""
 
     @property
@@ -133,7 +133,7 @@ def read(
         except InvalidRollout as error:
             left_out += [_damaged(attempt.at.place, error)._replace(group_id=group_id) for attempt, _ in pairs]
     traces = Traces(
-        format=found.name, groups=tuple(groups), left_out=tuple(left_out), said=_said(found, groups, left_out)
+        format=found.name, groups=tuple(groups), left_out=tuple(left_out), summary=_summary(found, groups, left_out)
     )
     if len(traces.damaged) == len(left_out) and not groups:
         raise InvalidRollout(traces.damaged[0])
@@ -305,23 +305,25 @@ def _group(group_id: str, env: str, members: Sequence[tuple[TraceAttempt, Rollou
         raise attempt.at.wrong(str(error)) from None
 
 
-def _said(found: Format, groups: Sequence[Group], left_out: Sequence[LeftOut]) -> str:
+def _summary(found: Format, groups: Sequence[Group], left_out: Sequence[LeftOut]) -> str:
     rollouts = sum(len(group.rollouts) for group in groups)
-    said = f"{found.is_called}: {plural(rollouts, 'rollout')} in {plural(len(groups), 'group')} by {found.grouped_by}"
+    sentence = (
+        f"{found.is_called}: {plural(rollouts, 'rollout')} in {plural(len(groups), 'group')} by {found.grouped_by}"
+    )
     every = [rollout for group in groups for rollout in group.rollouts]
     bare = sum(rollout.reward is None and not rollout.failure for rollout in every)
     failed = [rollout.failure for rollout in every if rollout.failure]
     if bare:
-        said += f"; {plural(bare, 'rollout')} of them without a reward"
+        sentence += f"; {plural(bare, 'rollout')} of them without a reward"
     if failed:
-        said += f"; {plural(len(failed), 'rollout')} of them failed ({_by_kind(failed)})"
+        sentence += f"; {plural(len(failed), 'rollout')} of them failed ({_by_kind(failed)})"
     not_made = [one.failure for one in left_out if not one.is_damaged]
     damaged = [one.failure for one in left_out if one.is_damaged]
     if not_made:
-        said += f"; {plural(len(not_made), 'attempt')} left out ({_by_kind(not_made)})"
+        sentence += f"; {plural(len(not_made), 'attempt')} left out ({_by_kind(not_made)})"
     if damaged:
-        said += f"; {plural(len(damaged), 'damaged record')} left out ({damaged[0].message})"
-    return f"{said}. {found.note[:1].upper()}{found.note[1:]}" if found.note else said
+        sentence += f"; {plural(len(damaged), 'damaged record')} left out ({damaged[0].message})"
+    return f"{sentence}. {found.note[:1].upper()}{found.note[1:]}" if found.note else sentence
 
 
 def _by_kind(failures: Sequence[Failure]) -> str:

@@ -89,12 +89,12 @@ def _sequence(sample: Value) -> Stretch:
     if not sample.get("remove_sample").flag():
         mask[start:] = True if trained.value is None else _of_response(trained, trained.flags(), length)
     versions = [version.text() for version in sample.get("weight_versions").listed()]
-    known = [int(version) for version in versions if version.isdecimal()]
+    numbers = [int(version) for version in versions if version.isdecimal()]
     return Stretch(
         tokens=tokens,
         loss_mask=mask,
         logprobs=logprobs,
-        version_spans=spans_of(mask, min(known)) if known and len(known) == len(versions) else (),
+        version_spans=spans_of(mask, min(numbers)) if numbers and len(numbers) == len(versions) else (),
         turns=(Turn("user", 0, start), Turn("assistant", start, len(tokens))),
     )
 

@@ -64,10 +64,10 @@ def sequences_of(
         if any(mask.any() for mask in masks):
             exact = None if told is None else _exact(path, masks, messages, told)
             sequence = _sequence([messages[n] for n in path], masks)
-            known = spans_of(sequence.loss_mask, version) if version is not None else ()
-            if records is not None and (own := _recorded(path, sequence, messages, records)) is not None:
-                sequence = replace(sequence, columns={**sequence.columns, ROUTED_EXPERTS: own})
-            out.append(replace(sequence, version_spans=known if exact is None else exact))
+            spans = spans_of(sequence.loss_mask, version) if version is not None else ()
+            if records is not None and (experts := _recorded(path, sequence, messages, records)) is not None:
+                sequence = replace(sequence, columns={**sequence.columns, ROUTED_EXPERTS: experts})
+            out.append(replace(sequence, version_spans=spans if exact is None else exact))
             trained |= {n for n in path if messages[n].mask.any()}
     return tuple(out)
 
@@ -193,9 +193,12 @@ def _exact(
 def _support(left: Value, sampled: int) -> NDArray[np.int32]:
     """The tokens that sampling left, as verifiers has them: the ids of all rows, and how many each row has."""
     given = {name: left[name] for name in ("ids", "counts")}
-    lists: Any = {name: its.value if isinstance(its.value, list) else _array(its) for name, its in given.items()}
+    lists: Any = {
+        name: attachment.value if isinstance(attachment.value, list) else _array(attachment)
+        for name, attachment in given.items()
+    }
     try:
-        flat, counts = (as_column(name, its, np.dtype("<i4")) for name, its in lists.items())
+        flat, counts = (as_column(name, attachment, np.dtype("<i4")) for name, attachment in lists.items())
         if counts.shape != (sampled,) or counts.min(initial=0) < 0 or flat.shape != (counts.sum(),):
             raise ValueError(f"it is not of the {sampled} tokens that were sampled")
         rows = np.split(flat, np.cumsum(counts))

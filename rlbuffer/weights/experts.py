@@ -37,8 +37,8 @@ def is_recorded(rows: Tensor, experts: int | None = None) -> Tensor:
     Shapes: rows [..., K], signed integers -> [...] bool.
     """
     ordered = rows.sort(-1).values
-    known = (ordered.diff(dim=-1) != 0).all(-1) & (ordered[..., 0] >= 0)
-    return known if experts is None else known & (ordered[..., -1] < experts)
+    is_recorded = (ordered.diff(dim=-1) != 0).all(-1) & (ordered[..., 0] >= 0)
+    return is_recorded if experts is None else is_recorded & (ordered[..., -1] < experts)
 
 
 class Experts:
@@ -225,14 +225,14 @@ def _try(model: PreTrainedModel, experts: Experts) -> None:
             out: Tensor = model(input_ids=ids[None], use_cache=False).logits
         return out, recording.rows()
 
-    own, chosen = logits()
+    chosen_logits, chosen = logits()
     if experts.top_k == experts.num_experts:  # every token has all of them
         return
     other = (chosen.long() + 1) % experts.num_experts
     with experts.replaying(other):
         moved, taken = logits()
     numbers = [number for number, _ in experts.routers]
-    if not torch.equal(taken[:, numbers].long(), other[:, numbers]) or torch.equal(own, moved):
+    if not torch.equal(taken[:, numbers].long(), other[:, numbers]) or torch.equal(chosen_logits, moved):
         raise ConfigError(f"{type(model).__name__}: its logits do not follow another choice of experts")
 
 

@@ -65,17 +65,17 @@ class ListedFile:
     """Of a delta: name of the directory of the older version that it is a change of."""
 
 
-def listed(directory: Path, known: Mapping[str, str]) -> list[ListedFile]:
+def listed(directory: Path, digests: Mapping[str, str]) -> list[ListedFile]:
     """The files in `directory`, with the list itself left out.
 
     Args:
-        known: name -> sha256 of files that were hashed already.
+        digests: name -> sha256 of files that were hashed already.
 
     Raises:
         OSError: a file cannot be read.
     """
     return [
-        ListedFile(name=name, size=path.stat().st_size, sha256=known.get(name) or sha256_of(path))
+        ListedFile(name=name, size=path.stat().st_size, sha256=digests.get(name) or sha256_of(path))
         for path in sorted(directory.rglob("*"))
         if path.is_file() and (name := path.relative_to(directory).as_posix()) != LIST_FILE
     ]

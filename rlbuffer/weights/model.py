@@ -182,10 +182,10 @@ def load_into(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None
     """
     state = in_own_names(model, state)
     require_fit(model, state)
-    own = model.state_dict()
+    weights = model.state_dict()
     with torch.no_grad():
-        for name in unaliased(own):
-            own[name].copy_(state[name])
+        for name in unaliased(weights):
+            weights[name].copy_(state[name])
 
 
 def in_own_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

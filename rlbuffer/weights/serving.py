@@ -48,8 +48,8 @@ def make_app(directory: Path, *, token: str = "") -> Any:
     async def file(request: web.Request) -> web.StreamResponse:
         version, name = request.match_info["version"], request.match_info["file"]
         path = directory / version / name
-        own = directory.resolve() / version / name  # neither a folder nor the file is a link to elsewhere
-        if not SERVED_NAME.match(version) or not FILE.match(name) or path.resolve() != own or not path.is_file():
+        plain_path = directory.resolve() / version / name  # neither a folder nor the file is a link to elsewhere
+        if not SERVED_NAME.match(version) or not FILE.match(name) or path.resolve() != plain_path or not path.is_file():
             raise web.HTTPNotFound(text="no such file\n")
         return web.FileResponse(path, chunk_size=1 << 20)
 

@@ -70,13 +70,13 @@ def detached(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor
     rank's parts may. What shares memory among `state`, as tied tensors do, still does.
     """
     parameters = (*module.parameters(), *module.buffers())
-    own = {_place(p.to_local() if isinstance(p, DTensor) else p) for p in parameters}
+    places = {_place(p.to_local() if isinstance(p, DTensor) else p) for p in parameters}
     copies: dict[int, torch.UntypedStorage] = {}
     out = {}
     for name, tensor in state.items():
         here = tensor.detach().to("cpu")
         place = _place(here)
-        if place in own:
+        if place in places:
             if place not in copies:
                 copies[place] = here.untyped_storage().clone()  # type: ignore[no-untyped-call]
             where = here.storage_offset(), here.size(), here.stride()

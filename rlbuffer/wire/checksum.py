@@ -21,7 +21,7 @@ def sealed(data: bytes) -> bytes:
 
 def unsealed(data: bytes, what: str) -> bytes:
     """The bytes before their checksum. Raises PayloadError: `what` they are is damaged."""
-    its, expected = data[:-4], int.from_bytes(data[-4:], "big")
-    if (actual := crc32(its)) != expected:
+    content, expected = data[:-4], int.from_bytes(data[-4:], "big")
+    if (actual := crc32(content)) != expected:
         raise PayloadError(f"{what} is damaged: checksum {actual:08x}, expected {expected:08x}")
-    return its
+    return content

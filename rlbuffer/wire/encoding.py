@@ -55,10 +55,10 @@ def encode_push(group: Group) -> EncodedPush:
     """
     payloads, rows = list[bytes](), list[bytes]()
     for rollout in group.rollouts:
-        for number, its in enumerate(rollout.sequences):
+        for number, sequence in enumerate(rollout.sequences):
             data = encode_rollout(rollout, number)
             payloads.append(data)
-            rows.append(row_of(rollout, its, (len(data), payload_checksum(data))))
+            rows.append(row_of(rollout, sequence, (len(data), payload_checksum(data))))
     try:
         group_payload = encode_group_payload(group.answer, group.metadata)
     except PayloadError as error:
@@ -75,25 +75,31 @@ def encode_rollout(rollout: Rollout, number: int = 0) -> bytes:
         InvalidRollout: it would be larger than 64 MiB, or its turns and metadata larger than 4 MiB; or an array has a
             dimension beyond what is read.
     """
-    its = rollout.sequences[number]
-    arrays = [its.tokens, its.loss_mask, its.logprobs, *its.columns.values(), *its.attachments.values()]
+    sequence = rollout.sequences[number]
+    arrays = [
+        sequence.tokens,
+        sequence.loss_mask,
+        sequence.logprobs,
+        *sequence.columns.values(),
+        *sequence.attachments.values(),
+    ]
     text = None if number or rollout.text is None else memoryview(rollout.text.encode())
-    details = _details_of(rollout, its, number, None if text is None else text.nbytes)
+    details = _details_of(rollout, sequence, number, None if text is None else text.nbytes)
     for i, array in enumerate(arrays[len(REQUIRED_COLUMNS) :], len(REQUIRED_COLUMNS)):
         # An array of no bytes, because another dimension is 0, is still more than a decoder believes.
         if array.size == 0 and max(array.shape) > MAX_PAYLOAD_BYTES:
-            name = _names(its)[i]
+            name = _names(sequence)[i]
             raise InvalidRollout(f"rollout {rollout.rollout_id}: {name} has the shape {list(array.shape)}")
     most = HEADER.size + len(details) + (0 if text is None else text.nbytes) + ARRAY_ALIGNMENT * (len(arrays) + 1)
     most += sum([array.nbytes for array in arrays])
     if most > MAX_PAYLOAD_BYTES:
-        sizes = [*zip(_names(its), (array.nbytes for array in arrays), strict=True)]
+        sizes = [*zip(_names(sequence), (array.nbytes for array in arrays), strict=True)]
         largest = sorted([*sizes, ("text", 0 if text is None else text.nbytes)], key=lambda item: -item[1])[:3]
         raise InvalidRollout(
             f"rollout {rollout.rollout_id}: payload of {most} bytes is above the limit of {MAX_PAYLOAD_BYTES} (64 MiB)"
             f"; the largest parts: {', '.join(f'{name} {n}' for name, n in largest)}"
         )
-    return joined(details, arrays, text, tokens=len(its.tokens))
+    return joined(details, arrays, text, tokens=len(sequence.tokens))
 
 
 def joined(details: bytes, arrays: Sequence[NDArray[Any]], text: bytes | memoryview | None, *, tokens: int) -> bytes:
@@ -114,7 +120,7 @@ def _names(sequence: TokenSequence) -> list[str]:
     return [*REQUIRED_COLUMNS, *sequence.columns, *(f"attachment {name}" for name in sequence.attachments)]
 
 
-def _details_of(rollout: Rollout, its: TokenSequence, number: int, text_bytes: int | None) -> bytes:
+def _details_of(rollout: Rollout, sequence: TokenSequence, number: int, text_bytes: int | None) -> bytes:
     """Everything that a payload says of its sequence beside the arrays; the first one's says what is the rollout's.
 
     Only what a map holds can have changed since the record was checked, so only that is checked again.
@@ -131,18 +137,18 @@ def _details_of(rollout: Rollout, its: TokenSequence, number: int, text_bytes: i
                 _map("value[3]", rollout.successes),
                 "" if number else rollout.finish_reason,
                 rollout.is_truncated,
-                [*chain.from_iterable(its.version_spans)],
+                [*chain.from_iterable(sequence.version_spans)],
                 [
                     turn._replace(metadata=_map(f"value[7][{i}][4]", turn.metadata)) if turn.metadata else turn
-                    for i, turn in enumerate(its.turns)
+                    for i, turn in enumerate(sequence.turns)
                 ],
-                [[name, CODES[a.dtype], *a.shape[1:]] for name, a in its.columns.items()],
-                [[name, CODES[a.dtype], *a.shape] for name, a in its.attachments.items()],
+                [[name, CODES[a.dtype], *a.shape[1:]] for name, a in sequence.columns.items()],
+                [[name, CODES[a.dtype], *a.shape] for name, a in sequence.attachments.items()],
                 text_bytes,
                 {} if number else _map("value[11]", rollout.metadata),
                 number,
                 len(rollout.sequences),
-                its.name,
+                sequence.name,
                 *([rollout.failure] if rollout.failure and not number else ()),
             ]
         )

@@ -68,14 +68,14 @@ def _of_rollout(rollout: Rollout) -> dict[str, Any]:
     return _kept(record | {"metadata": _without_bytes(rollout.metadata)})
 
 
-def _of_sequence(its: TokenSequence) -> dict[str, Any]:
-    record: dict[str, Any] = {name: getattr(its, name).tolist() for name in REQUIRED_COLUMNS}
-    record |= {"version_spans": [list(span) for span in its.version_spans], "name": its.name}
-    record |= {"turns": [[*turn[:4], _without_bytes(turn.metadata)] for turn in its.turns]}
+def _of_sequence(sequence: TokenSequence) -> dict[str, Any]:
+    record: dict[str, Any] = {name: getattr(sequence, name).tolist() for name in REQUIRED_COLUMNS}
+    record |= {"version_spans": [list(span) for span in sequence.version_spans], "name": sequence.name}
+    record |= {"turns": [[*turn[:4], _without_bytes(turn.metadata)] for turn in sequence.turns]}
     for table in ("columns", "attachments"):
         record[table] = {
             name: {"dtype": array.dtype.str, "shape": list(array.shape), "values": array.ravel().tolist()}
-            for name, array in getattr(its, table).items()
+            for name, array in getattr(sequence, table).items()
         }
     return record
 
@@ -226,7 +226,7 @@ def _sequence(cls: type[_Sequence], d: Any, path: str) -> _Sequence:
         values["metadata"] = _with_bytes(values["metadata"])
     if "further" in values:
         further = _items(f"{path}.further", values["further"])
-        values["further"] = [_sequence(TokenSequence, its, place) for place, its in further]
+        values["further"] = [_sequence(TokenSequence, sequence, place) for place, sequence in further]
     for name, record in (("version_spans", VersionSpan), ("turns", Turn)):
         if name in values:
             items = _items(f"{path}.{name}", values[name])

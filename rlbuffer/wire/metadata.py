@@ -93,13 +93,13 @@ _BOUNDED = {n.name for n in NUMBERS if n.code in "dQ" or (n.code == "I" and n.mo
 
 def encode_info(info: GroupInfo) -> bytes:
     """The metadata of a push, as :func:`encode_metadata`."""
-    its = info.rollouts
+    rollouts = info.rollouts
     try:
         rows = info.rows
     except struct.error as error:
         raise InvalidRollout(f"group {info.group_id}: metadata {error}") from None
-    failures = [rollout.failure for rollout in its]
-    return encode_metadata(info, info.columns, rows, its, failures)
+    failures = [rollout.failure for rollout in rollouts]
+    return encode_metadata(info, info.columns, rows, rollouts, failures)
 
 
 def encode_metadata(
@@ -203,7 +203,7 @@ def _info(push: _Push, totals: Totals | None, envs: dict[str, str]) -> GroupInfo
         return PayloadError(f"invalid metadata: {count} rollouts, planned_size = {push.planned_size}")
     if push.ids is not None and (len(push.ids) != count or len(set(push.ids)) != count):
         return PayloadError(f"invalid metadata: ids: not one of its own for each of {count} rollouts")
-    if push.rewards and any(len(its) != count for its in push.rewards.values()):
+    if push.rewards and any(len(rollout) != count for rollout in push.rewards.values()):
         return PayloadError(f"invalid metadata: rewards: not one for each of {count} rollouts")
     info = GroupInfo.unpacked_by(
         partial(_rollouts, push, totals.rollouts),
@@ -221,7 +221,7 @@ def _info(push: _Push, totals: Totals | None, envs: dict[str, str]) -> GroupInfo
         totals=totals,
     )
     if isinstance(push, _PushWithFailures):
-        if any(its.failure and (its.reward is not None or its.rewards) for its in info.rollouts):
+        if any(rollout.failure and (rollout.reward is not None or rollout.rewards) for rollout in info.rollouts):
             return PayloadError("invalid metadata: failures: a rollout that failed has a reward")
         object.__setattr__(info, "totals", totals_of(info.rollouts))
     return info
@@ -242,8 +242,8 @@ def _named(push: _Push, count: int) -> Sequence[Mapping[str, float]]:
     """The named rewards of each rollout of a push."""
     if not push.rewards:
         return [_NONE] * count
-    its = push.rewards.items()
-    return [{name: value for name, values in its if (value := values[i]) is not None} for i in range(count)]
+    components = push.rewards.items()
+    return [{name: value for name, values in components if (value := values[i]) is not None} for i in range(count)]
 
 
 def scored_rewards(info: GroupInfo) -> tuple[float, ...]:
@@ -296,8 +296,10 @@ def _rules(rows: NDArray[np.void]) -> dict[str, NDArray[np.bool_]]:
 def _wrong(push: _Push) -> str:
     """What is wrong with the numbers of a push."""
     rows = np.frombuffer(push.rows, ROW_DTYPE)
-    what, its = next(((what, its) for what, its in _rules(rows).items() if not its.all()), ("flags", np.zeros(1)))
-    i = int(its.argmin())
+    what, is_kept = next(
+        ((what, is_kept) for what, is_kept in _rules(rows).items() if not is_kept.all()), ("flags", np.zeros(1))
+    )
+    i = int(is_kept.argmin())
     if what in _BOUNDED:
         most = next(number.most for number in NUMBERS if number.name == what)
         return f"sequence {i}: {what} {rows[what][i]} is beyond the limit of {most:g}, either sign"

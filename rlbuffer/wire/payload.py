@@ -250,13 +250,13 @@ def decode(data: bytes, announced: Announced | RolloutInfo | None = None) -> Pay
         raise PayloadError(f"invalid rollout payload: {error}") from None
     if d.finish_reason == AT_LIMIT and not d.is_truncated:
         raise PayloadError(f"invalid rollout payload: is_truncated: False, but finish_reason is {AT_LIMIT!r}")
-    said = (
+    encoded = (
         *(d.rollout_id, length, prompt, trained, d.reward, d.rewards, oldest, newest),
         *(len(d.turns), d.is_truncated, d.failure[0] if d.failure else "", total, checksum),
     )
-    if announced is not None and said != announced:
-        _compare(said, announced)
-    return Payload._make((tokens, mask, logprobs, version_spans, columns, attachments, d, text, said, packed))
+    if announced is not None and encoded != announced:
+        _compare(encoded, announced)
+    return Payload._make((tokens, mask, logprobs, version_spans, columns, attachments, d, text, encoded, packed))
 
 
 def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
@@ -300,7 +300,7 @@ def decode_rollouts(payloads: Sequence[bytes | None]) -> Iterator[Rollout | None
         first, end = read[start], start + 1
         if first is not None:
             end = start + first.details.sequences
-        while first is None and end < len(read) and (its := read[end]) is not None and its.details.number:
+        while first is None and end < len(read) and (sequence := read[end]) is not None and sequence.details.number:
             end += 1
         try:
             yield _whole(read[start:end])
@@ -310,10 +310,12 @@ def decode_rollouts(payloads: Sequence[bytes | None]) -> Iterator[Rollout | None
 
 
 def _whole(read: Sequence[Payload | None]) -> Rollout:
-    whole = [its for its in read if its is not None]
-    if len(whole) != len(read) or [its.details.number for its in whole] != [*range(whole[0].details.sequences)]:
+    whole = [sequence for sequence in read if sequence is not None]
+    if len(whole) != len(read) or [sequence.details.number for sequence in whole] != [
+        *range(whole[0].details.sequences)
+    ]:
         raise PayloadError("invalid rollout payload: not each sequence of a rollout")
-    return whole[0].rollout([its.record() for its in whole[1:]])
+    return whole[0].rollout([sequence.record() for sequence in whole[1:]])
 
 
 def in_range(
@@ -409,10 +411,10 @@ def _check_turns(turns: Sequence[_Turn], length: int) -> None:
         position = turn.end
 
 
-def _compare(said: tuple[Any, ...], announced: Announced | RolloutInfo) -> None:
+def _compare(encoded: tuple[Any, ...], announced: Announced | RolloutInfo) -> None:
     """Names the first value in which a payload is another one than was announced. Size and checksum agree."""
     values = announced if type(announced) is Announced else _announced(announced)
-    for name, actual, expected in zip(Announced._fields[:-2], said, values, strict=False):
+    for name, actual, expected in zip(Announced._fields[:-2], encoded, values, strict=False):
         if actual != expected:
             raise PayloadError(
                 f"rollout {announced.rollout_id}: {name} = {actual!r} does not agree with the metadata: {expected!r}"

@@ -45,11 +45,11 @@ class Difficulty:
         visits = self._visits
         if not visits or not prompts:
             return [""] * len(prompts)
-        known = self._store.visits(self._env, [prompt.prompt_id for prompt in prompts])
+        marks_of_prompts = self._store.visits(self._env, [prompt.prompt_id for prompt in prompts])
         why = f"the same reward for all rollouts of each of its last {visits} visits"
         return [
             why if marks[-visits:] == EQUAL * visits and _share_of(ticket) >= RETRIED_SHARE else ""
-            for ticket, marks in zip(tickets, known, strict=True)
+            for ticket, marks in zip(tickets, marks_of_prompts, strict=True)
         ]
 
     def note(self, group: Group) -> None:
@@ -63,8 +63,8 @@ class Difficulty:
         is_equal = min(judged) == max(judged) and not self._teaching.anyway(rollouts, columns)
         mark = EQUAL if is_equal else MIXED
         with suppress(ServerRefused):
-            known = self._store.visits(self._env, [group.prompt_id])[0]
-            self._store.note_visits(self._env, group.prompt_id, (known + mark)[-visits:])
+            marks_so_far = self._store.visits(self._env, [group.prompt_id])[0]
+            self._store.note_visits(self._env, group.prompt_id, (marks_so_far + mark)[-visits:])
 
 
 def _share_of(ticket: Ticket) -> float:

@@ -170,8 +170,8 @@ def _chosen(places: Iterable[Place]) -> Place | None:
     """The innermost one of the user's own, else of a library's."""
     others = [place for place in places if not place[0].startswith((_OURS, "<"))]
     libraries = [place for place in others if place[0].startswith(_LIBRARIES)]
-    own = [place for place in others if not place[0].startswith((*_LIBRARIES, _PYTHON))]
-    return next(reversed(own or libraries), None)
+    users_places = [place for place in others if not place[0].startswith((*_LIBRARIES, _PYTHON))]
+    return next(reversed(users_places or libraries), None)
 
 
 def _beginning(env: object, function: str) -> Place | None:

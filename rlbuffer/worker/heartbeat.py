@@ -141,8 +141,8 @@ class WorkerHeartbeat(Heartbeats):
         self._weights = {"seconds": dict(took.seconds), "bytes": dict(took.bytes), "size": size}
         self.version = version
         if version >= 0:
-            own = fields("version", version=version, seconds=sum(took.seconds.values()))
-            _log.log(level, "sampling with policy version %d", version, extra=own)
+            extra = fields("version", version=version, seconds=sum(took.seconds.values()))
+            _log.log(level, "sampling with policy version %d", version, extra=extra)
 
     def pushed(self, group: Group, seconds: float) -> None:
         """A group is on the server, `seconds` after its prompt was there."""
@@ -153,7 +153,7 @@ class WorkerHeartbeat(Heartbeats):
         self._lasting.is_over()
         version, rewards = self.version, [r.reward for r in group.rollouts if r.reward is not None]
         mean = sum(rewards) / len(rewards) if rewards else 0.0
-        own = fields(
+        extra = fields(
             "group",
             group_id=group.group_id,
             version=version,
@@ -164,7 +164,7 @@ class WorkerHeartbeat(Heartbeats):
             lowest=min(rewards, default=None),
             highest=max(rewards, default=None),
         )
-        _log.debug("group %s is pushed", group.group_id, extra=own)
+        _log.debug("group %s is pushed", group.group_id, extra=extra)
         self._progress.add(count, tokens, reward=mean * count, more=f"version {version}")
 
     def trouble(self, sentence: str, *, kind: str = "", passes: bool = True) -> None:
@@ -192,8 +192,8 @@ class WorkerHeartbeat(Heartbeats):
     def has_other_prompts(self, problem: Problem) -> None:
         """Says that the env has other prompts than before; the heartbeat does so from now on."""
         self.other_prompts = problem
-        said = replace(problem, env=self._env, worker=self._name)
-        _log.warning("%s", said, extra=fields("trouble", kind=str(said.kind)))
+        trouble = replace(problem, env=self._env, worker=self._name)
+        _log.warning("%s", trouble, extra=fields("trouble", kind=str(trouble.kind)))
 
     def waits(self, waiting: Waiting) -> None:
         """Notes what is waited for, and says it once it has lasted."""
@@ -207,8 +207,8 @@ class WorkerHeartbeat(Heartbeats):
         if now - self._said_waiting >= SAY_WAITING_SECONDS:
             self._said_waiting = now
             level = logging.INFO if self._lasting.is_due(waiting.key, now) else logging.DEBUG
-            own = fields("waiting", **waiting.record())
-            _log.log(level, "waiting for %.0f s: %s", waiting.seconds, waiting, extra=own)
+            extra = fields("waiting", **waiting.record())
+            _log.log(level, "waiting for %.0f s: %s", waiting.seconds, waiting, extra=extra)
 
     def works(self) -> None:
         """Nothing is waited for any more."""

@@ -34,9 +34,9 @@ def identity_of(env: Env, calls: RunningCalls) -> str:
 
     It is for a thread, and raises what the env raises for its identity: it is the user's code.
     """
-    own = getattr(env, "identity", None)
-    if isinstance(own, Mapping):
-        return as_text(own)
+    identity = getattr(env, "identity", None)
+    if isinstance(identity, Mapping):
+        return as_text(identity)
     try:
         with calls.running("prompt"):
             first = [_prompt(env, number) for number in range(PROBED)]

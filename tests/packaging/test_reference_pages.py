@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from rlbuffer.config.explain import free_table_of, known, pattern_of
+from rlbuffer.config.explain import free_table_of, known_settings, pattern_of
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -44,8 +44,10 @@ NAMED = re.compile(r"`\[?((?:batcher|trainer|model|weights|server|worker|score|e
 def is_setting(parts: list[str]) -> bool:
     """True when a dotted name is a setting, or a table of settings; names of the user's own stand for any."""
     name = ".".join("NAME" if part == "*" else part for part in parts)
-    inside = any(other.startswith(f"{name}.") for other in known())
-    return bool(inside or pattern_of(name) or free_table_of(name) or pattern_of(name.rpartition(".")[0]) in known())
+    inside = any(other.startswith(f"{name}.") for other in known_settings())
+    return bool(
+        inside or pattern_of(name) or free_table_of(name) or pattern_of(name.rpartition(".")[0]) in known_settings()
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlbuffer.config.explain import known
+from rlbuffer.config.explain import known_settings
 from rlbuffer.config.loading import key_lines, load
 from rlbuffer.config.settings import RunSettings
 from rlbuffer_cli.main import COMMANDS
@@ -66,7 +66,7 @@ def test_the_reference_has_every_setting_and_only_defaults(run: Run) -> None:
     Path("all.toml").write_text(text)
     assert load("all.toml").settings == RunSettings(home=load("all.toml").settings.home)
     names = {".".join(path) for path in key_lines(re.sub(r"^# (?=\[|[a-z_]+ = )", "", text, flags=re.MULTILINE))}
-    assert set(known()) <= names
+    assert set(known_settings()) <= names
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def reading(source: list[Any] | Path) -> Traces | str:
         found = read(source, policy_version=1, reward=0.5)
     except InvalidRollout as error:
         return str(error)
-    for sentence in (found.said, *found.damaged):
+    for sentence in (found.summary, *found.damaged):
         checked(sentence)
     return found
 

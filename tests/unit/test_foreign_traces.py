@@ -189,7 +189,7 @@ def test_a_trial_of_harbor_is_a_rollout_of_its_segments() -> None:
     )
     assert [rollout.failure for group in groups for rollout in group.rollouts] == [None, failed.failure]
     assert [one.failure for one in groups.left_out] == [failed.failure], "no token of it is there"
-    assert groups.said.count("1 AgentTimeoutError: 900 s") == 2
+    assert groups.summary.count("1 AgentTimeoutError: 900 s") == 2
     detail = {"prompt_token_ids": [P], "completion_token_ids": [A], "logprobs": [LA]}
     single = harbor(0, agent_result={"rollout_details": [detail]})
     with pytest.raises(InvalidRollout, match="reward, style"):
@@ -321,7 +321,7 @@ def test_a_damaged_line_is_left_out_with_its_rollout_and_names_the_field(
     assert sentence.startswith(f"{tmp_path}/x.jsonl:2  ")
     assert next(part for part in reversed(path.split(".")) if not part.isdecimal()) in sentence
     assert "\n" not in sentence
-    assert sentence in found.said
+    assert sentence in found.summary
     assert sum(len(group.rollouts) for group in found) == len(others) + (name not in TOGETHER)
 
 
@@ -595,7 +595,7 @@ def test_lines_that_are_torn_or_no_record_are_left_out_and_the_first_of_them_dec
     assert [(group.prompt_id, len(group.rollouts)) for group in found] == [("p7", 2), ("p8", 1)]
     assert [one.place for one in found.left_out] == [f"{path}:4", f"{path}:1", f"{path}:5"]
     assert all(one.is_damaged and one.failure.kind == "damaged" for one in found.left_out)
-    assert "3 damaged records left out" in found.said
+    assert "3 damaged records left out" in found.summary
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])

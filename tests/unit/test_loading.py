@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlbuffer.checks.loading import load
-from rlbuffer.config.explain import known
+from rlbuffer.config.explain import known_settings
 from rlbuffer.config.loading import key_lines
 from rlbuffer.config.settings import from_json, to_json
 from rlbuffer.errors import ConfigError
@@ -154,7 +154,7 @@ def test_a_setting_by_its_old_name_is_refused_with_the_new_one(file: Path, old: 
     table, _, key = old.replace("NAME", "math").rpartition(".")
     file.write_text(f"[{table}]\n{key} = 1\n")
     assert f"It is called {new.replace('NAME', 'math')} now." in str(refusal())
-    assert new in known()
+    assert new in known_settings()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_the_example_file_shows_every_setting() -> None:
     # Optional settings without a default stand there as comments.
     full = "\n".join(line.removeprefix("# ") if _is_setting(line) else line for line in text.splitlines())
     data = tomllib.loads(full)
-    for name in known():
+    for name in known_settings():
         assert _has(data, name.split(".")), f"{name} is missing in rlbuffer.toml"
 
 

@@ -97,9 +97,9 @@ def init(file: Path, envs: Sequence[str], model: str | None, is_all: bool) -> in
 
 
 def _complete_setting(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    from rlbuffer.config.explain import known
+    from rlbuffer.config.explain import known_settings
 
-    return [name for name in known() if name.startswith(incomplete)]
+    return [name for name in known_settings() if name.startswith(incomplete)]
 
 
 @command.command("explain")

@@ -54,7 +54,7 @@ def _wait(buffer: Buffer, timeout: float | None) -> int:
     from rlbuffer_cli.commands.drop import amounts
 
     store, name = buffer.store, buffer.run
-    drain, said = Drain(store), ""
+    drain, message = Drain(store), ""
     deadline = None if timeout is None else time.monotonic() + timeout
     while not (state := drain.look()).is_drained:
         if not state.is_asked:
@@ -65,9 +65,9 @@ def _wait(buffer: Buffer, timeout: float | None) -> int:
                 f'run "{name}" is not drained within {timeout:g} s: {state}. It goes on draining; `rlbuffer drain '
                 f"--undo` lets workers go on." + (f" {waiting}" if state.has_leader and waiting else "")
             )
-        if str(state) != said:
-            said = str(state)
-            say(f"draining: {said}", err=True)
+        if str(state) != message:
+            message = str(state)
+            say(f"draining: {message}", err=True)
         time.sleep(DRAIN_POLL_SECONDS)
     step, trained = store.meta().step, store.trainer().trained
     groups, rollouts, tokens = pending_amounts(store)

@@ -124,11 +124,13 @@ def command(
         buffer = stack.enter_context(connected(loaded, "push"))
         writer = buffer.writer(worker, incarnation=checksum, on_retry=_teller())
         current = {adapter: newest_version(buffer, adapter) for _, adapter, *_ in ages}
-        own = current if version == "current" else None if version is None else dict.fromkeys(current, version)
-        if sentence := _said_of_versions(buffer, ages, current, own):
+        given_versions = (
+            current if version == "current" else None if version is None else dict.fromkeys(current, version)
+        )
+        if sentence := _said_of_versions(buffer, ages, current, given_versions):
             say(f"{source.name}: {sentence}", err=True)
         whole = (group for group in read_groups(source, traces, wrong=_passed_over) if group.group_id not in damaged)
-        for first, groups in _together(_as_sampled_by(own, whole)):
+        for first, groups in _together(_as_sampled_by(given_versions, whole)):
             try:
                 statuses.update(one.status for one in writer.push_many(groups, sequence=first))
             except (ServerRefused, ServerUnreachable) as error:
@@ -182,8 +184,8 @@ def _traces(
         named = named if reward is None else float(reward)
     found = read(source, env=env, reward=named, policy_version=None if version is None else 0, limits=limits)
     if not found.groups:
-        raise InvalidRollout(f"{source.name}: {found.said}")
-    say(f"{source.name}: {found.said}", err=True)
+        raise InvalidRollout(f"{source.name}: {found.summary}")
+    say(f"{source.name}: {found.summary}", err=True)
     left_out += found.damaged
     return found.groups
 
@@ -265,7 +267,7 @@ def _sampled_by(sequence: _Sequence, number: int) -> _Sequence:
 
 
 def _said_of_versions(
-    buffer: Buffer, ages: Mapping[Ages, int], current: Mapping[str, int], own: Mapping[str, Any] | None
+    buffer: Buffer, ages: Mapping[Ages, int], current: Mapping[str, int], given_versions: Mapping[str, Any] | None
 ) -> str:
     """A sentence about the groups that the run drops by their versions, and those that it may; "" when there are none.
 
@@ -280,22 +282,26 @@ def _said_of_versions(
     dropped: dict[str, Counter[int]] = {"future": Counter(), "stale": Counter()}
     last = 0
     for (env, adapter, oldest, newest), count in ages.items():
-        oldest, newest = (own[adapter], own[adapter]) if own else (oldest, newest)
+        oldest, newest = (given_versions[adapter], given_versions[adapter]) if given_versions else (oldest, newest)
         limit = config.for_env(env).max_age
         last = max(last, oldest + limit + 1)
         if newest > current[adapter]:
             dropped["future"][newest] += count
         elif current[adapter] - oldest > limit:
             dropped["stale"][oldest] += count
-    said = [
+    sentences = [
         f"{plural(found.total(), 'group')} of policy versions {min(found)} to {max(found)} will be dropped as {reason}"
         for reason, found in dropped.items()
         if found
     ]
-    if said:
+    if sentences:
         where = f'run "{buffer.run}" is at version {max(current.values())}, batcher.max_age is {config.max_age}'
-        return f"{', '.join(said)}: {where}. --version current pushes them as this run's own"
-    return f"groups that are not trained by step {last} will be dropped as stale (batcher.max_age)" if own else ""
+        return f"{', '.join(sentences)}: {where}. --version current pushes them as this run's own"
+    return (
+        f"groups that are not trained by step {last} will be dropped as stale (batcher.max_age)"
+        if given_versions
+        else ""
+    )
 
 
 def _together(groups: Iterator[Group]) -> Iterator[tuple[int, list[Group]]]:
@@ -313,12 +319,12 @@ def _together(groups: Iterator[Group]) -> Iterator[tuple[int, list[Group]]]:
 
 def _teller() -> Callable[[Exception], None]:
     """Says now and then what the push waits for: it may be for minutes."""
-    said = float("-inf")
+    told_at = float("-inf")
 
     def tell(error: Exception) -> None:
-        nonlocal said
-        if (now := time.monotonic()) - said >= SAY_SECONDS:
-            said = now
+        nonlocal told_at
+        if (now := time.monotonic()) - told_at >= SAY_SECONDS:
+            told_at = now
             say(f"waiting: {str(error).splitlines()[0]}", err=True)
 
     return tell
@@ -357,9 +363,9 @@ def read_groups(
                 raise record.wrong
             group = group_from_dict(record.value)
         except InvalidRollout as error:
-            its = record.value.get("group_id") if isinstance(record.value, Mapping) else None
+            group_id = record.value.get("group_id") if isinstance(record.value, Mapping) else None
             why = error if record.wrong is not None else InvalidRollout(f"{record.place}  {error}")
-            wrong(its if isinstance(its, str) else "", why)
+            wrong(group_id if isinstance(group_id, str) else "", why)
             continue
         if is_right(group, record.place):
             yield group

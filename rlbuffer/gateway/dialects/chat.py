@@ -106,8 +106,8 @@ def events(told: Told, request: AgentRequest) -> Iterator[tuple[str, Any]]:
     delta = _shown(told)
     if "tool_calls" in delta:
         delta["tool_calls"] = [{**call, "index": i} for i, call in enumerate(delta["tool_calls"])]
-    for said, reason in ((delta, None), ({}, _reason(told))):
-        yield "", {**head, "choices": [{"index": 0, "delta": said, "finish_reason": reason, "logprobs": None}]}
+    for message, reason in ((delta, None), ({}, _reason(told))):
+        yield "", {**head, "choices": [{"index": 0, "delta": message, "finish_reason": reason, "logprobs": None}]}
     if request.wants_usage:
         yield "", {**head, "choices": [], "usage": _usage(told)}
     yield "", "[DONE]"

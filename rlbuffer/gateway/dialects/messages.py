@@ -149,8 +149,8 @@ def _blocks(told: Told) -> list[dict[str, Any]]:
     blocks = list[dict[str, Any]]()
     if thought := told.message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": thought, "signature": told.id})
-    if said := told.message["content"]:
-        blocks.append({"type": "text", "text": said})
+    if content := told.message["content"]:
+        blocks.append({"type": "text", "text": content})
     for call in told.message.get("tool_calls") or ():
         name, arguments = call["function"]["name"], parsed_arguments(call)
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})

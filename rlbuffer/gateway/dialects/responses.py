@@ -152,8 +152,8 @@ def _items(told: Told) -> list[dict[str, Any]]:
         items.append({"type": "message", "id": f"msg_{told.id}", **done})
     for i, call in enumerate(calls):
         function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-        known = {"id": f"fc_{told.id}_{i}", "call_id": call["id"], "status": "completed"}
-        items.append({"type": "function_call", **known, **function})
+        fields = {"id": f"fc_{told.id}_{i}", "call_id": call["id"], "status": "completed"}
+        items.append({"type": "function_call", **fields, **function})
     return items
 
 

@@ -103,9 +103,9 @@ def options_of(url: str, source: str) -> dict[str, Any]:
         # It may quote the password as a port.
         text = f"{redacted(url)} is not the address of a server.{source}\n{FORMS}"
         raise ConfigError(text, setting="redis_url") from None
-    own = frozenset(SENTINEL_LOGIN.values()) if is_sentinel(url) else frozenset()
+    login_options = frozenset(SENTINEL_LOGIN.values()) if is_sentinel(url) else frozenset()
     for option in options:
-        if option not in own and _OPTIONS.fullmatch(option) is None:
+        if option not in login_options and _OPTIONS.fullmatch(option) is None:
             raise ConfigError(
                 f"the address {redacted(url)} has an option that cannot be set there: {option}.{source}",
                 setting="redis_url",

@@ -395,8 +395,8 @@ class Connection:
         connection.on_connect()
         identity = _introduce(connection, self._name)
         was_open = self._made.pop(connection, None) == self.losses
-        known = self._identities.setdefault(address if self.is_cluster else None, identity or repr(address))
-        if known != (identity or repr(address)) or (was_open and not identity):
+        first_identity = self._identities.setdefault(address if self.is_cluster else None, identity or repr(address))
+        if first_identity != (identity or repr(address)) or (was_open and not identity):
             raise BrokenUnused("another server answers than the open connections lead to, or it has started again")
         self._made[connection] = self.losses
 

@@ -44,16 +44,16 @@ class Watchers(Sentinel):
         They are asked in a drawn order: one that is cut off and behind keeps nobody for long. redis-py moves the one
         that answered to the front of the list that it walks, so each call has a list of its own.
         """
-        own = copy(self)
-        own.sentinels = _RANDOM.sample(self.sentinels, len(self.sentinels))
+        shuffled = copy(self)
+        shuffled.sentinels = _RANDOM.sample(self.sentinels, len(self.sentinels))
         try:
-            return Sentinel.discover_master(own, service_name)  # type: ignore[no-untyped-call]
+            return Sentinel.discover_master(shuffled, service_name)  # type: ignore[no-untyped-call]
         except MasterNotFoundError as error:
             named = ", ".join(f"{host}:{port}" for host, port in self.places)
             raise NoPrimary(
                 f'none of its sentinels ({named}) names a primary of "{service_name}" that is up. '
                 "`rlbuffer doctor` asks each of them"
-            ) from self._refusal(own.sentinels) or error
+            ) from self._refusal(shuffled.sentinels) or error
 
     @staticmethod
     def _refusal(sentinels: Sequence[Redis]) -> RedisError | None:

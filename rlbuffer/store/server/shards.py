@@ -189,10 +189,10 @@ class _Routes(Pipeline):
             return list(super().execute(raise_on_error))
         stack, self.command_stack = self.command_stack, []
         replies: list[Any] = [None] * len(stack)
-        for node, its in places.items():
+        for node, node_places in places.items():
             with node.pipeline(transaction=False) as pipe:
-                pipe.command_stack = [stack[at] for at in its]
-                for at, reply in zip(its, pipe.execute(raise_on_error=False), strict=True):
+                pipe.command_stack = [stack[at] for at in node_places]
+                for at, reply in zip(node_places, pipe.execute(raise_on_error=False), strict=True):
                     replies[at] = reply
         if raise_on_error:
             self.raise_first_error(stack, replies)  # type: ignore[no-untyped-call]

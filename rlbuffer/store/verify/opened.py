@@ -39,19 +39,21 @@ def check_open_rollouts(store: Viewer, findings: Findings) -> Mapping[str, int]:
     replies, states = iter(hashes), dict[str, str]()
     heads = list(islice(replies, len(groups)))
     for group, (size, left, sequence) in zip(groups, heads, strict=True):
-        its = [text(state or b"") for state in islice(replies, len(names[group]))]
-        states |= dict(zip(names[group], its, strict=True))
-        count = sum(state == OpenState.OPEN for state in its)
+        rollout_states = [text(state or b"") for state in islice(replies, len(names[group]))]
+        states |= dict(zip(names[group], rollout_states, strict=True))
+        count = sum(state == OpenState.OPEN for state in rollout_states)
         where = f"group {group} of open rollouts ({keys.open_group(group)})"
-        findings.unless(bool(its), "I14", f"{where} is not there, but {keys.open} or {keys.open_ended} names it")
         findings.unless(
-            set(its) <= {OpenState.OPEN, OpenState.ENDED},
+            bool(rollout_states), "I14", f"{where} is not there, but {keys.open} or {keys.open_ended} names it"
+        )
+        findings.unless(
+            set(rollout_states) <= {OpenState.OPEN, OpenState.ENDED},
             "I14",
-            f"{where}: its rollouts are {', '.join(state or 'missing' for state in its)}: "
+            f"{where}: its rollouts are {', '.join(state or 'missing' for state in rollout_states)}: "
             "each must be open or ended before the group is pushed",
         )
         findings.unless(
-            not its or (number(left) == count and sequence is None and (group in waiting) == (count == 0)),
+            not rollout_states or (number(left) == count and sequence is None and (group in waiting) == (count == 0)),
             "I14",
             f"{where} of {text(size)}: {count} are open, {text(left)} by the group, and "
             f"{'it waits' if group in waiting else 'it does not wait'} for its push",
@@ -69,19 +71,19 @@ def _check_counts(
         here[ticket_of(name.rpartition("/")[0])[0], state] += 1
     counts = counts_of(counted)
     for env in sorted(counts.keys() | {env for env, _ in here}):
-        its = counts.get(env)
-        said = (its.open, its.ended) if its else (0, 0)
+        each = counts.get(env)
+        told = (each.open, each.ended) if each else (0, 0)
         found = here[env, OpenState.OPEN], here[env, OpenState.ENDED]
         findings.unless(
-            said == found,
+            told == found,
             "I14",
-            f"env {env}: {found[0]} open rollouts are open and {found[1]} ended, {said[0]} and {said[1]} by {key} "
+            f"env {env}: {found[0]} open rollouts are open and {found[1]} ended, {told[0]} and {told[1]} by {key} "
             "(begun = open + ended + pushed)",
         )
     return {
         "open_rollouts": sum(count for (_, state), count in here.items() if state == OpenState.OPEN),
         "open_rollouts_ended": sum(count for (_, state), count in here.items() if state == OpenState.ENDED),
-        "open_rollouts_pushed": sum(its.pushed for its in counts.values()),
+        "open_rollouts_pushed": sum(each.pushed for each in counts.values()),
     }
 
 

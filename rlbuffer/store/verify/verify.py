@@ -96,9 +96,9 @@ def _check_ledger(shot: Snapshot, findings: Findings) -> None:
 def _less(sums: Sums, unused: Iterable[Unused]) -> Sums:
     """The sums without what was given and not trained."""
     left = dict(sums)
-    for its in unused:
-        rollouts, tokens = left.get(its.env, (0, 0))
-        left[its.env] = rollouts - its.rollouts, tokens - its.tokens
+    for one in unused:
+        rollouts, tokens = left.get(one.env, (0, 0))
+        left[one.env] = rollouts - one.rollouts, tokens - one.tokens
     return left
 
 
@@ -160,13 +160,13 @@ def _check_step(step: LiveStep, findings: Findings) -> None:
             "I4",
             f"{where}: the rows of rank {part.rank} do not hold each of its rollouts once",
         )
-    said = header.rollouts, header.tokens, header.normalizers.get("loss_tokens")
+    header_counts = header.rollouts, header.tokens, header.normalizers.get("loss_tokens")
     loss_tokens = sum(m.info.loss_tokens for m in members if not header.masks(m.info))
     counted = sum(m.sequence == 0 for m in members), sum(m.info.length for m in members), loss_tokens
     findings.unless(
-        said == counted,
+        header_counts == counted,
         "I4",
-        f"{where}: the header counts {said} rollouts, tokens and loss tokens, the parts hold {counted}",
+        f"{where}: the header counts {header_counts} rollouts, tokens and loss tokens, the parts hold {counted}",
     )
     packed = {env: pair for env, pair in step.packed.items() if pair != (0, 0)}
     findings.unless(

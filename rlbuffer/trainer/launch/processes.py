@@ -92,8 +92,8 @@ def run_ranks(
         }
         ranks = []
         for rank in range(world_size):
-            own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(context.Process(target=_main, args=(main, own, *arguments), name=f"rank-{rank}"))
+            rank_environment = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(context.Process(target=_main, args=(main, rank_environment, *arguments), name=f"rank-{rank}"))
             ranks[-1].start()
         killed: set[int] = set()
         deadline = math.inf
@@ -115,8 +115,8 @@ def run_ranks(
         codes = {rank: process.exitcode or 0 for rank, process in enumerate(ranks)}
         words = {int(path.stem): RankEnd(**json.loads(path.read_text("utf-8"))) for path in Path(folder).glob("*.json")}
         if stop.is_set() or INTERRUPTED in codes.values():
-            said = (end.text for end in words.values() if not end.is_consequence)  # its checkpoint may be refused
-            return RankEnd(exit_code=INTERRUPTED, text=next(said, ""), is_final=True)
+            texts = (end.text for end in words.values() if not end.is_consequence)  # its checkpoint may be refused
+            return RankEnd(exit_code=INTERRUPTED, text=next(texts, ""), is_final=True)
         return _cause(words, codes, killed)
 
 

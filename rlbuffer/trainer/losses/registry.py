@@ -69,25 +69,25 @@ def get_loss(name: str) -> Loss:
     return _LOSSES[name]
 
 
-def _checked(own: TokenLoss, name: str) -> TokenLoss:
+def _checked(loss: TokenLoss, name: str) -> TokenLoss:
     """Checks what a loss gives, which may be the user's own: a wrong shape would broadcast in silence."""
 
     is_users = name not in losses.BUILT_IN_LOSSES
 
     def checked(tokens: TrainedTokens, options: Any) -> Tensor:
-        given = own(tokens, options)
+        given = loss(tokens, options)
         if not isinstance(given, Tensor) or given.shape != tokens.logprobs.shape:
             what = f"shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             requirement = f"it must give one loss per token, {list(tokens.logprobs.shape)}"
-            raise refused("trainer.loss.name", name, f"gave {what}: {requirement}{defined_at(own)}")
+            raise refused("trainer.loss.name", name, f"gave {what}: {requirement}{defined_at(loss)}")
         if tokens.logprobs.requires_grad and torch.is_grad_enabled() and not given.requires_grad and given.any():
             requirement = "it must be computed from tokens.logprobs or tokens.ratio, not detached from them"
-            what = f"a tensor without a gradient: {requirement}{defined_at(own)}"
+            what = f"a tensor without a gradient: {requirement}{defined_at(loss)}"
             raise refused("trainer.loss.name", name, f"gave {what}")
         if is_users and not given.isfinite().all() and tokens.logprobs.isfinite().all():
             odd = float(given.detach()[~given.isfinite()][0])
             # Of this step, perhaps, and of no other: whoever made the pass names its rollouts and how to go on.
-            where = defined_at(own)
+            where = defined_at(loss)
             raise RlbufferError(f"trainer.loss.name = {name!r} gave {odd} for a token: it must be finite{where}")
         return given
 

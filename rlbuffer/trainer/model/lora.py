@@ -106,14 +106,14 @@ def _load(model: PreTrainedModel, directory: Path) -> None:
     Raises:
         ConfigError: the file cannot be read; its tensors are not those of the model's modules, or not finite.
     """
-    own = adapter_state(model.state_dict())
+    weights = adapter_state(model.state_dict())
     try:
         begun = load_file(directory / ADAPTER_FILE)
-        require_same(own, begun, to="the model")
+        require_same(weights, begun, to="the model")
     except (OSError, SafetensorError, WeightsError) as error:
         raise ConfigError(f"trainer.lora.path: {directory}: {error}", setting="trainer.lora.path") from error
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in weights.items():
             tensor.copy_(begun[name])
 
 

@@ -59,8 +59,8 @@ def agree(
     wish = Verdict.STOP if is_stopping else Verdict.END if step is None else Verdict.TRAIN
     held = None if step is None else (step.number, step.epoch, step.digest, len(step))
     readable = 0 if step is None else sum(int(micro_batch.loss_mask.sum()) for micro_batch in step)
-    own = [0 if failure is None else failure.exit_code, wish, held, readable]
-    everybody = [json.loads(text) for text in ranks.gather_text(json.dumps(own), meanwhile=meanwhile)]
+    proposal = [0 if failure is None else failure.exit_code, wish, held, readable]
+    everybody = [json.loads(text) for text in ranks.gather_text(json.dumps(proposal), meanwhile=meanwhile)]
     exit_codes, wishes, steps, tokens = zip(*everybody, strict=True)
     if failure is not None:
         raise failure

@@ -79,7 +79,7 @@ def when_there_is_room(
     Raises:
         RlbufferError: asked to stop while there was no room here. Else what `write` raises.
     """
-    said, pause, has_waited = NoRoom(folder, reader), 1, False
+    no_room, pause, has_waited = NoRoom(folder, reader), 1, False
     while True:
         refused: OSError | RlbufferError | None = None
         try:
@@ -90,20 +90,22 @@ def when_there_is_room(
             refused = error
         lacking, stops = _any(ranks, refused is not None, stop.is_set)
         if refused is not None:
-            said.since(refused)
+            no_room.since(refused)
         elif not lacking:
             if has_waited and ranks.rank == 0:
-                said.goes_on()
+                no_room.goes_on()
             return given
         for _ in range(pause):
             if stops:
                 break
             time.sleep(LOOK_SECONDS)
             _, stops = _any(ranks, False, stop.is_set)
-        said.is_over()
+        no_room.is_over()
         if stops:
             if refused is not None:
-                raise RlbufferError(f"asked to stop while something waited to be written: {said.waiting}") from refused
+                raise RlbufferError(
+                    f"asked to stop while something waited to be written: {no_room.waiting}"
+                ) from refused
             return given
         has_waited, pause = True, min(2 * pause, LONGEST_PAUSE)
 

@@ -167,5 +167,5 @@ class Outlet:
 
     def _warn(self, text: str, state: str) -> None:
         """Says a trouble, and where the record of each step is whatever comes of it."""
-        own = fields("report", name=self._name, state=state)
-        _log.warning("%s. metrics.jsonl has every step", text, extra=own)
+        extra = fields("report", name=self._name, state=state)
+        _log.warning("%s. metrics.jsonl has every step", text, extra=extra)

@@ -53,15 +53,18 @@ class Tally:
         sums = dict(zip(SUMS, self._ranks.sum(self.sums).tolist(), strict=True))
         parts = [json.loads(text) for text in self._ranks.gather_text(json.dumps(self._part(watch)))]
         envs, named, counts = (_added(part[table] for part in parts) for table in ("envs", "named", "counts"))
-        trained, rollouts = max(1.0, sums["loss_tokens"]), max(1.0, sum(its["rollouts"] for its in envs.values()))
-        squares = sum(its["length_squares"] for its in envs.values())
+        trained, rollouts = (
+            max(1.0, sums["loss_tokens"]),
+            max(1.0, sum(amounts["rollouts"] for amounts in envs.values())),
+        )
+        squares = sum(amounts["length_squares"] for amounts in envs.values())
         total = max(watch.total, 1e-9)
 
         def share(name: str) -> float:
-            return sum(its[name] for its in envs.values()) / rollouts
+            return sum(amounts[name] for amounts in envs.values()) / rollouts
 
         def by_env(name: str) -> dict[str, float]:
-            return {env: its[name] / its["rollouts"] for env, its in envs.items()}
+            return {env: amounts[name] / amounts["rollouts"] for env, amounts in envs.items()}
 
         return StepRecord(
             step=step.number,
@@ -69,12 +72,12 @@ class Tally:
             digest=step.digest,
             time=time.time(),
             reward=header.reward,
-            rewards={env: its["reward"] for env, its in header.envs.items()},
+            rewards={env: amounts["reward"] for env, amounts in header.envs.items()},
             reward_parts={
                 env: {name: value / counts[env][name] for name, value in sorted(values.items())}
                 for env, values in named.items()
             },
-            reward_std={env: _spread(its) for env, its in envs.items() if its["scored"] > 1},
+            reward_std={env: _spread(amounts) for env, amounts in envs.items() if amounts["scored"] > 1},
             loss=sums["loss"] / max(1, self.updates),
             entropy=sums["entropy"] / trained,
             kl=sums["kl"] / trained,
@@ -82,20 +85,20 @@ class Tally:
             drift=drift_of(self._ranks.sum(self.drift.sums)),
             bfloat16_rms=self.bfloat16_rms,
             clip_fraction=sums["masked/clip"] / trained,
-            **self._masked(sums, sum(its["truncated_tokens"] for its in envs.values())),
+            **self._masked(sums, sum(amounts["truncated_tokens"] for amounts in envs.values())),
             experts_unrecorded=sums["routed/unrecorded"] / sums["routed/tokens"] if sums["routed/tokens"] else None,
             support=_shares_of({name: sums[f"support/{name}"] for name in ("exact", "unrecorded", "too_wide")}),
             grad_norm=self.gradient_norm,
             learning_rate=self.learning_rate,
             tokens=header.tokens,
-            tokens_by_env={env: its["tokens"] for env, its in header.envs.items()},
+            tokens_by_env={env: amounts["tokens"] for env, amounts in header.envs.items()},
             loss_tokens=step.normalizers.loss_tokens,
             damaged_tokens=self.damaged_tokens,
             rollouts=step.rollouts,
             groups=step.groups,
             age=header.age,
             max_age=header.max_age,
-            ages={env: its["age"] for env, its in header.envs.items()},
+            ages={env: amounts["age"] for env, amounts in header.envs.items()},
             on_policy=share("on_policy"),
             on_policy_by_env=by_env("on_policy"),
             truncated=share("truncated"),
@@ -135,7 +138,7 @@ class Tally:
         """This rank's own, JSON types; tables are sums by env. A rollout counts where its first sequence is."""
         envs, named, counts = (defaultdict[str, Any](lambda: defaultdict(float)) for _ in range(3))
         step, header = self._step.number, self._step.header
-        means = {env: its["reward"] for env, its in header.envs.items()}
+        means = {env: amounts["reward"] for env, amounts in header.envs.items()}
         tokens = 0
         for sample in (s for micro_batch in self._step for s in micro_batch.samples):
             tokens += sample.length
@@ -191,10 +194,10 @@ def _added(tables: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, dic
     return dict(sorted(out.items()))
 
 
-def _spread(its: Mapping[str, float]) -> float:
+def _spread(amounts: Mapping[str, float]) -> float:
     """Standard deviation with n - 1 of an env's rewards."""
-    squares = its["off_squares"] - its["off"] ** 2 / its["scored"]
-    return math.sqrt(max(0.0, squares) / (its["scored"] - 1))
+    squares = amounts["off_squares"] - amounts["off"] ** 2 / amounts["scored"]
+    return math.sqrt(max(0.0, squares) / (amounts["scored"] - 1))
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -79,8 +79,8 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc, unused-i
                 if not message.tool_calls:
                     break
                 for call in message.tool_calls:
-                    said = await _call(owners, call.function.name, call.function.arguments)
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+                    result = await _call(owners, call.function.name, call.function.arguments)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 

@@ -82,8 +82,8 @@ class Command:
 
     def environment_of(self, base: str, capability: str, number: int, index: int) -> dict[str, str]:
         """The variables of a process, whose rollout has this capability at the gateway `base`."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith("RLBUFFER_")}
-        found = {**own, **self._environment}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RLBUFFER_")}
+        found = {**inherited, **self._environment}
         # A proxy would get the capability, and reach another host by the gateway's address.
         spared = [found.get("NO_PROXY", ""), found.get("no_proxy", ""), urlsplit(base).hostname or ""]
         return {
@@ -100,15 +100,19 @@ class Command:
 
     async def end_of(self, environment: Mapping[str, str], seconds: float) -> End:
         """Runs the program once, for so long at most. Cancelled, it is killed."""
-        said, complained, kept = _Output(), _Output(), _Kept()
+        output_pipe, complained, kept = _Output(), _Output(), _Kept()
         try:
-            await said.open()
+            await output_pipe.open()
             await complained.open()
             process = await kept.start(
-                self.command, stdout=said.writing, stderr=complained.writing, cwd=self._directory, env=dict(environment)
+                self.command,
+                stdout=output_pipe.writing,
+                stderr=complained.writing,
+                cwd=self._directory,
+                env=dict(environment),
             )
         except (OSError, ValueError) as error:
-            await said.close()
+            await output_pipe.close()
             await complained.close()
             kept.close()
             return failed("not_started", f"{self.command[0]}: {error}")
@@ -121,7 +125,7 @@ class Command:
             kept.end()
             await process.wait()
             ended = kept.close()
-            output, complaint = await said.close(), await complained.close()
+            output, complaint = await output_pipe.close(), await complained.close()
         how, _, value = ended.partition(" ")
         if how == "error":
             return failed("not_started", f"{self.command[0]}: {value}")

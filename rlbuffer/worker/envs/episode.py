@@ -130,7 +130,9 @@ class Episode:
 
     def _fields(self) -> dict[str, Any]:
         """Those of a sequence."""
-        support = support_column([(len(ids), its) for ids, its in zip(self._parts, self._supports, strict=True)])
+        support = support_column(
+            [(len(ids), part_support) for ids, part_support in zip(self._parts, self._supports, strict=True)]
+        )
         return {
             "tokens": self.tokens,
             "loss_mask": np.concatenate(self._masks),

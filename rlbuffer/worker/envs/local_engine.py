@@ -122,17 +122,19 @@ def _sampling(configured: Sampling, asked: Mapping[str, Any]) -> Sampling:
         UnknownParameter: a parameter has no meaning here, or is another than the worker's own: the trainer divides by
             the temperature that the worker records.
     """
-    own = {"temperature": configured.temperature, "top_k": configured.top_k, "top_p": configured.top_p}
-    own |= {"min_p": configured.min_p, "n": 1}
+    configured_values = {"temperature": configured.temperature, "top_k": configured.top_k, "top_p": configured.top_p}
+    configured_values |= {"min_p": configured.min_p, "n": 1}
     for name, value in asked.items():
         if name not in KNOWN | HARMLESS:
             raise UnknownParameter(f"sampling parameter {name} = {value!r}: no sampler of a worker knows it")
         if (
             value is not None
-            and name in own
-            and not (isinstance(value, int | float) and math.isclose(value, own[name]))
+            and name in configured_values
+            and not (isinstance(value, int | float) and math.isclose(value, configured_values[name]))
         ):
-            raise UnknownParameter(f"sampling parameter {name} = {value!r} is not the worker's own, {own[name]:g}")
+            raise UnknownParameter(
+                f"sampling parameter {name} = {value!r} is not the worker's own, {configured_values[name]:g}"
+            )
     limit = asked.get("max_tokens")
     return replace(
         configured,

@@ -190,9 +190,9 @@ class Rewards:
                 )
             if not math.isfinite(weight):
                 raise ConfigError(f"reward {name}: weight {weight} is not finite")
-        for what, value, known in (("on_error", on_error, get_args(OnError)), ("success", success, ["", *functions])):
-            if value not in known:
-                raise ConfigError(f"rewards: {what} = {value!r} is not one of {', '.join(filter(None, known))}")
+        for what, value, allowed in (("on_error", on_error, get_args(OnError)), ("success", success, ["", *functions])):
+            if value not in allowed:
+                raise ConfigError(f"rewards: {what} = {value!r} is not one of {', '.join(filter(None, allowed))}")
         if not functions:
             raise ConfigError("rewards: at least one function is needed")
         self.functions, self.length, self.success, self.on_error = dict(functions), length, success, on_error
@@ -220,8 +220,10 @@ class Rewards:
         reward = sum(weight * values[name] for name, (_, weight) in self.functions.items())
         rewards = dict(values)
         if self.length is not None:
-            own = answered.prompt.metadata.get("target_length")
-            shaped = self.length.applied(reward, len(answered.tokens), target=None if own is None else int(own))
+            target_length = answered.prompt.metadata.get("target_length")
+            shaped = self.length.applied(
+                reward, len(answered.tokens), target=None if target_length is None else int(target_length)
+            )
             rewards["length"] = shaped - reward
             reward = shaped
         return Score(
@@ -262,8 +264,8 @@ def _function(name: str, option: Any) -> tuple[RewardFunction, float]:
         if ":" in kind and not table:
             return target(kind), float(weight)
     except ValidationError as error:
-        known = tuple(inspect.signature(KINDS[kind]).parameters)
-        raise refusal(error, section=f"env_options.rewards.{name}", fields=known) from None
+        parameters = tuple(inspect.signature(KINDS[kind]).parameters)
+        raise refusal(error, section=f"env_options.rewards.{name}", fields=parameters) from None
     except ImportError as error:
         raise ConfigError(f"reward {name}: {error}") from error
     raise ConfigError(

@@ -58,8 +58,8 @@ class Text:
         if system and not self._chat:
             raise ConfigError("a system prompt needs a chat template", setting="env_options.system")
         self._system = system
-        own = self._tokenizer.eos_token_id
-        ends = dict.fromkeys([*[own] * (own is not None), *_generation_ends(directory)])
+        eos_token = self._tokenizer.eos_token_id
+        ends = dict.fromkeys([*[eos_token] * (eos_token is not None), *_generation_ends(directory)])
         if not ends:
             raise ConfigError(f"tokenizer = {str(tokenizer)!r} names no end token (eos_token)", setting=SETTING)
         self.eos_token_ids: tuple[int, ...] = tuple(map(int, ends))

@@ -38,7 +38,7 @@ def rollout_of(trace: Any, completions: Sequence[Completion], *, text: str) -> R
         TraceUnusable: it failed, was not scored, holds no sampled tokens, or other ones than were sampled.
     """
     record = Value(trace.model_dump(mode="python"))
-    said = dict[int, Completion]()
+    by_number = dict[int, Completion]()
     left = list(completions)
 
     def told(number: int, tokens: NDArray[np.int32], mask: NDArray[np.bool_]) -> Sampled:
@@ -47,19 +47,19 @@ def rollout_of(trace: Any, completions: Sequence[Completion], *, text: str) -> R
         if not mask[first:end].all():
             raise TraceUnusable(f"message {number} of the trace has sampled tokens in several places")
         logprobs = record["nodes"].listed()[number]["logprobs"].floats()
-        said[number] = _taken(left, tokens[first:end], logprobs, number)
-        its = said[number]
-        spans = [VersionSpan(v, first + start, first + stop) for v, start, stop in its.version_spans]
-        return Sampled(spans, its.support)
+        by_number[number] = _taken(left, tokens[first:end], logprobs, number)
+        completion = by_number[number]
+        spans = [VersionSpan(v, first + start, first + stop) for v, start, stop in completion.version_spans]
+        return Sampled(spans, completion.support)
 
     def experts(number: int) -> NDArray[Any] | None:
-        return said[number].routed_experts if number in said else None
+        return by_number[number].routed_experts if number in by_number else None
 
     found = attempt(record, told=told, records=experts)
     if found.failure:
         stop, (kind, message) = found.metadata["stop"] or "no stop condition", found.failure
         raise TraceUnusable(f"the trace failed ({stop}): {kind}: {message}")
-    reason = said[max(said)].finish_reason
+    reason = by_number[max(by_number)].finish_reason
     sequences = tuple(
         replace(sequence, turns=sequence.turns if len(sequence.turns) > 2 else ()) for sequence in found.sequences
     )

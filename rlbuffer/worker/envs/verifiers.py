@@ -107,8 +107,11 @@ class Verifiers:
             if unknown:
                 raise ValueError(unknown)
             for seat, config in declared.items():
-                own = {"runtime": {"type": "subprocess"}, **({} if config.harness else {"harness": {"id": HARNESS}})}
-                settings[seat] = {**own, **(agent or {}), **(agents or {}).get(seat, {})}
+                defaults = {
+                    "runtime": {"type": "subprocess"},
+                    **({} if config.harness else {"harness": {"id": HARNESS}}),
+                }
+                settings[seat] = {**defaults, **(agent or {}), **(agents or {}).get(seat, {})}
             self._env: Any = vf.load_environment(vf.resolve_env_config(settings))
             self._tasks = tasks_of(self._env.taskset, tasks)
         except (ImportError, ValueError, TypeError, AttributeError) as error:

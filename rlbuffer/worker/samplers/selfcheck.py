@@ -69,9 +69,9 @@ def widened(model: PreTrainedModel) -> Iterator[None]:
     narrow: dict[torch.nn.Module, list[tuple[torch.nn.Parameter, torch.Tensor]]] = {}
 
     def widen(module: torch.nn.Module, _: object) -> None:
-        own = [p for p in module.parameters(recurse=module in layers) if p.dtype in NARROW.values()]
-        narrow[module] = [(parameter, parameter.data) for parameter in own]
-        for parameter in own:
+        parameters = [p for p in module.parameters(recurse=module in layers) if p.dtype in NARROW.values()]
+        narrow[module] = [(parameter, parameter.data) for parameter in parameters]
+        for parameter in parameters:
             parameter.data = parameter.data.float()
 
     def restore(module: torch.nn.Module, *_: object) -> None:

@@ -14,7 +14,7 @@ from rlbuffer.checks import host, server  # noqa: F401 - the latter makes its ch
 from rlbuffer.checks.check import CHECKS, EVERYTHING, Context, Level, Parts
 from rlbuffer.checks.loading import load
 from rlbuffer.config import loading
-from rlbuffer.config.explain import known, tables
+from rlbuffer.config.explain import known_settings, tables
 from rlbuffer.errors import ConfigError
 from rlbuffer.store.server.binary import SERVER_BIN
 
@@ -236,7 +236,7 @@ def test_a_command_needs_on_its_host_only_what_it_uses() -> None:
 
 def test_every_check_is_broken_once_and_names_settings_that_there_are() -> None:
     assert {name for name, *_ in (*SETTINGS, *HOST)} | ELSEWHERE == {check.name for check in CHECKS}
-    there = {*known(), *(table.name.removesuffix(".NAME") for table in tables())}
+    there = {*known_settings(), *(table.name.removesuffix(".NAME") for table in tables())}
     assert {name for check in CHECKS for name in check.settings} <= there
     assert all(re.fullmatch(r"[a-z-]+", check.name) and check.about for check in CHECKS)
 

@@ -12,7 +12,7 @@ from wrong_configs import VALUES, lay_out, written
 
 from rlbuffer.checks.check import EVERYTHING
 from rlbuffer.checks.loading import load
-from rlbuffer.config.explain import known
+from rlbuffer.config.explain import known_settings
 from rlbuffer.errors import ConfigError
 
 
@@ -70,7 +70,7 @@ WRONG = (3.5, "x y", [1.5], {"k": {"l": 1}}, True, -1, float("nan"), "")
 LIBRARY = ("input should", "string should", "unable to parse", "valid ", "validation error", "pydantic")
 
 
-@pytest.mark.parametrize("name", known())
+@pytest.mark.parametrize("name", known_settings())
 def test_a_wrong_value_of_any_setting_is_refused_in_our_words(name: str) -> None:
     dotted = name.replace("NAME", "a")
     base = {"worker.a.env": ("", "vcopy"), "eval.a.env": ("", "vcopy"), "score.a.model": ("", "initial")}

@@ -50,7 +50,7 @@ def test_no_number_is_given_from_the_end_on_and_the_env_is_done_once_none_is_out
     assert not is_done(run, 3)
     run.store.close_tickets("a", [1])
     assert is_done(run, 3)
-    assert (run.store.sources().done, run.store.sources().said) == ({"a"}, frozenset())
+    assert (run.store.sources().done, run.store.sources().declared) == ({"a"}, frozenset())
 
 
 def test_what_a_killed_worker_held_is_given_again_before_the_env_is_done(run: Run) -> None:
@@ -100,7 +100,7 @@ def test_an_env_that_never_took_a_ticket_is_done_when_its_producer_says_so(run: 
     run.push("a.0")
     run.store.say_done("a", epoch=run.meta.epoch)
     assert (run.store.sources().done, run.store.sources().ends) == ({"a"}, {"a": 0})
-    assert run.store.sources().said == {"a"}
+    assert run.store.sources().declared == {"a"}
     assert run.store.forget_end("b") is False
 
 

@@ -135,7 +135,7 @@ def test_a_writer_that_says_done_does_not_follow_into_another_line(trained: Run)
     with pytest.raises(EpochChanged):
         writer.push(make_group(env="a", size=2, version=2, group_id="a.9"))
     Writer(trained.store, "other", epoch=attempt.epoch).done("a")
-    assert trained.store.sources().said == {"a"}
+    assert trained.store.sources().declared == {"a"}
 
 
 def test_attempt_that_hands_steps_back_begins_a_line_and_takes_all_versions_back(trained: Run) -> None:
