@@ -35,8 +35,6 @@ from rlbuffer.wire import payload
 
 BATCH_PUSHES, BATCH_BYTES = 16, 8 << 20
 """Pushes of a round trip at most, and bytes of their payloads, unless a single one has more."""
-_TRANSACTION = 5
-"""Replies to the transaction of a payload, MULTI and EXEC among them; in a cluster two more."""
 NEVER_THERE = "0-1"
 """Id that no entry of a pool can have: the server's clock gives them."""
 WEEK_MS = 7 * 86_400_000
@@ -174,13 +172,13 @@ class ProducerStore(Member):
         names = self.declared(source.where)
         client: Any = self.connection.sender(sum(push.size for push in batch))
         with client.pipeline(transaction=False) as pipe:
+            stores = []
             for push in batch:
-                if not source.is_spread:
-                    _add_payload(pipe, push, is_spread=False)
+                stores.append(() if source.is_spread else _add_payload(pipe, push, is_spread=False))
                 pipe.evalsha(script.sha, len(names), *names, *push.args)
             answers = iter(pipe.execute(raise_on_error=False))
-        for push in batch:
-            fault = None if source.is_spread else _fault(push, [*islice(answers, _TRANSACTION)])
+        for push, commands in zip(batch, stores, strict=True):
+            fault = _fault(push, commands, answers) if commands else None
             reply = next(answers)
             is_there = isinstance(reply, list) and text(reply[0]) in ("OK", "DUP")  # an earlier try had stored it
             replies.append(reply if is_there else fault or reply)
@@ -283,16 +281,16 @@ class ProducerStore(Member):
         def store() -> None:
             client: Any = self.connection.sender(sum(push.size for push in pushes))
             with client.pipeline(transaction=False) as pipe:
-                for push in pushes:
-                    _add_payload(pipe, push, is_spread=is_spread)
+                stores = [_add_payload(pipe, push, is_spread=is_spread) for push in pushes]
                 answers = iter(pipe.execute(raise_on_error=False))
-            raise_first([_fault(push, [*islice(answers, _TRANSACTION + 2 * is_spread)]) for push in pushes])
+            raise_first([_fault(push, commands, answers) for push, commands in zip(pushes, stores, strict=True)])
 
         self.call(store, repeat=False, op="payload")
 
 
-def _add_payload(pipe: Any, push: _Push, *, is_spread: bool) -> None:
-    """Adds the transaction to a pipeline that stores a payload."""
+def _add_payload(pipe: Any, push: _Push, *, is_spread: bool) -> tuple[str, ...]:
+    """Adds the transaction to a pipeline that stores a payload. -> what its commands do, in the order of their answers,
+    without MULTI before them and EXEC behind them."""
     pipe.execute_command("MULTI")
     pipe.unlink(push.key)
     pipe.hset(push.key, mapping=push.fields)
@@ -302,15 +300,18 @@ def _add_payload(pipe: Any, push: _Push, *, is_spread: bool) -> None:
         pipe.renamenx(push.key, push.name)
         pipe.unlink(push.key)
     pipe.execute_command("EXEC")
+    return ("clear", "store", "expire", *(("name", "unname") if is_spread else ()))
 
 
-def _fault(push: _Push, replies: Sequence[Any]) -> Exception | None:
-    """The reason why a payload is not stored, by the replies to its transaction; None: it is."""
-    done = replies[-1]
-    errors = [reply for reply in (*replies, *(done if isinstance(done, list) else ())) if isinstance(reply, Exception)]
+def _fault(push: _Push, commands: Sequence[str], answers: Iterator[Any]) -> Exception | None:
+    """The reason why a payload is not stored, by the next answers, which are those to its transaction; None: it is."""
+    queued = [*islice(answers, 1 + len(commands))]
+    done = next(answers)
+    errors = [one for one in (*queued, *(done if isinstance(done, list) else [done])) if isinstance(one, Exception)]
     if errors:
         return errors[0]
-    if done[1] != len(push.fields) or not done[2]:
+    result = dict(zip(commands, done, strict=True))
+    if result["store"] != len(push.fields) or not result["expire"]:
         return ServerRefused(f"the server answered {done} when {len(push.fields)} fields were stored under {push.key}")
     return None
 

@@ -203,7 +203,7 @@ def _info(push: _Push, totals: Totals | None, envs: dict[str, str]) -> GroupInfo
         return PayloadError(f"invalid metadata: {count} rollouts, planned_size = {push.planned_size}")
     if push.ids is not None and (len(push.ids) != count or len(set(push.ids)) != count):
         return PayloadError(f"invalid metadata: ids: not one of its own for each of {count} rollouts")
-    if push.rewards and any(len(rollout) != count for rollout in push.rewards.values()):
+    if push.rewards and any(len(values) != count for values in push.rewards.values()):
         return PayloadError(f"invalid metadata: rewards: not one for each of {count} rollouts")
     info = GroupInfo.unpacked_by(
         partial(_rollouts, push, totals.rollouts),

@@ -297,32 +297,31 @@ class GroupsInFlight:
             self._heartbeat.error = ""
 
     def _store_ready(self) -> None:
-        """Pushes all groups that are ready."""
+        """Pushes all groups that are ready, in one call. One that cannot be pushed costs its own group alone."""
         waiting = [self._ready.popleft() for _ in range(len(self._ready))]
-        if ready := [(group, stored) for group, stored in waiting if stored.set_running_or_notify_cancel()]:
-            self._store(ready)
-
-    def _store(self, ready: list[tuple[Group, Future[None]]]) -> None:
-        """Waits as long as the server refuses: that passes when steps retire, or a person makes room."""
-        try:
-            self._push_all([group for group, _ in ready])
-        except PushFailed as error:  # it costs its own group alone
-            others = [one for one in ready if one[0] is not error.group]
-            for group, stored in ready:
-                if group is error.group:
+        calls = deque([[(group, stored) for group, stored in waiting if stored.set_running_or_notify_cancel()]])
+        while calls:
+            if not (together := calls.popleft()):
+                continue
+            try:
+                self._push_all([group for group, _ in together])
+            except PushFailed as error:
+                for group, stored in together:
+                    if group is error.group:
+                        stored.set_exception(error)
+                calls.appendleft([one for one in together if one[0] is not error.group])
+            except BaseException as error:
+                if isinstance(error, InvalidRollout) and len(together) > 1:  # none is stored: each goes alone
+                    calls.extendleft([one] for one in reversed(together))
+                    continue
+                for _, stored in together:
                     stored.set_exception(error)
-            if others:
-                self._store(others)
-            return
-        except BaseException as error:
-            if isinstance(error, InvalidRollout) and len(ready) > 1:  # none is stored: it costs its own group alone
-                for alone in ready:
-                    self._store([alone])
-                return
-            for _, stored in ready:
-                stored.set_exception(error)
-            return
-        for group, stored in ready:
+            else:
+                self._stored(together)
+
+    def _stored(self, groups: list[tuple[Group, Future[None]]]) -> None:
+        """Tells those who wait for these groups that they are there."""
+        for group, stored in groups:
             try:
                 self._difficulty.note(group)
                 stored.set_result(None)
@@ -330,6 +329,7 @@ class GroupsInFlight:
                 stored.set_exception(error)
 
     def _push_all(self, groups: list[Group]) -> None:
+        """Waits as long as the server refuses: that passes when steps retire, or a person makes room."""
         while True:
             try:
                 self._writer.push_many(groups)
