@@ -21,7 +21,7 @@ CONSTANTS: dict[tuple[str, str], float] = {
     ("rlbuffer.client.writer", "TICKET_SECONDS"): 3.0,
     ("rlbuffer.client.reader", "READER_BLOCK_SECONDS"): 1.0,
     ("rlbuffer.client.reader", "HEARTBEAT_SECONDS"): 0.8,
-    ("rlbuffer.client.rank_0", "LOST_SECONDS"): 2.0,
+    ("rlbuffer.client.ranks", "LOST_SECONDS"): 2.0,
     ("rlbuffer.process.heartbeat", "BEAT_SECONDS"): 0.4,
     ("rlbuffer.scorer.heartbeat", "CLAIM_SECONDS"): 1.2,
     ("rlbuffer.scorer.loop", "CLAIM_SECONDS"): 1.2,

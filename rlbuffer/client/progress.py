@@ -1,9 +1,9 @@
-"""The trainer's progress and its reports: the attempt, and the steps that it hands back to a server that forgot.
+"""The trainer's progress, and its reports to the server.
 
-    acknowledged -> (the server loses its newest writes) -> handed back -> (recovery: a new epoch) -> acknowledged
+    GIVEN --trained--> ACKNOWLEDGED --(the server forgets)--> HANDED BACK --(a new epoch)--> ACKNOWLEDGED
 
-The last steps and the announced policy versions are remembered here, because a server that lost acknowledged writes
-can learn them only from the trainer.
+A trainer remembers its last steps and the versions that it has announced. A server that lost acknowledged writes can
+learn them from nobody else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REPORT_TRIES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedSteps:
-    """The trainer's place. Replaced as a whole, so that the heartbeat never reads half of it."""
+    """The steps that a trainer has trained. Replaced as a whole: the heartbeat never reads half of it."""
 
     step: int = 0
     digest: str = ""
@@ -74,7 +74,7 @@ NONE_TAKEN = GivenStep()
 
 
 class Progress:
-    """The trainer's progress as one rank knows it; rank 0 reports for all. Safe from several threads."""
+    """The progress of a trainer, as one of its ranks knows it. Rank 0 reports for all. Safe from several threads."""
 
     settings: Mapping[str, Any] | None = None
     """What the trainer trains with, as its program says it; the history keeps it."""

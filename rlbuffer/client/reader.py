@@ -16,9 +16,8 @@ from typing import Any, Protocol
 from rlbuffer.client.arguments import function, whole_number
 from rlbuffer.client.lessons import alone, last_steps
 from rlbuffer.client.progress import Progress, remembered
-from rlbuffer.client.rank_0 import RankZeroWatch
+from rlbuffer.client.ranks import RankZeroWatch, Skew
 from rlbuffer.client.refusals import REFUSAL_PAUSE_SECONDS, Away, LongWait, Refusals, no_batch, refused_for
-from rlbuffer.client.skew import Skew
 from rlbuffer.client.step_pull import StepPull, left_out
 from rlbuffer.errors import (
     BatcherFailed,
@@ -85,8 +84,20 @@ class Fetch:
 class Reader:
     """Pulls the steps of one rank. Made by :meth:`rlbuffer.client.buffer.Buffer.reader`.
 
-    Asking for the next step acknowledges the last one as trained; the next step is already being pulled meanwhile,
-    and pulling acknowledges nothing. docs/tutorial/your_trainer.md has whole loops.
+    A step goes from the server into the trainer's state::
+
+        COMMITTED --prefetch--> PULLED --given--> IN HAND --trained--> ACKNOWLEDGED --checkpointed--> may retire
+                                  |                  |
+                                  +------ lost ------+--> pulled again: the server may have another step of its number
+
+    `start` begins an attempt, and fences older ones. :meth:`steps` calls it where nobody did.
+    :meth:`steps` gives step after step, and has the next one pulled meanwhile. Pulling acknowledges nothing.
+    Asking for the next step, or :meth:`trained`, acknowledges the last one. The batcher commits further steps then.
+    :meth:`checkpointed` says that the trainer's state holds it. The server may let it go then.
+    :meth:`still_there` lets go of a step in hand that the server has lost.
+    `close` ends every pull and the heartbeat. What is not acknowledged stays on the server.
+
+    docs/tutorial/your_trainer.md has whole loops.
 
     While the server is away its methods wait, up to `timeout_seconds` and at least 30 s, and raise ServerUnreachable
     then.

@@ -1,8 +1,8 @@
-"""A rank that does not get on: the server takes no writes for now (a full disk, too few replicas, a failover), or no
-step comes.
+"""Refusals and long waits of a client, told to its user.
 
-A message that the next heartbeat repeats is left to it. A write that is needed at once is waited for as long as the
-reader's time allows, and the reason is said, then every minute again.
+A server refuses writes for a time: its disk is full, replicas are missing, a failover is under way. A write that the
+next heartbeat repeats is not repeated here. A write that is needed at once is repeated as long as its caller allows.
+The reason is logged at once, then every minute.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Refusals:
-    """The refusals that `who` has met. Safe from several threads."""
+    """The refusals that one rank, or a stream, has met: `who` is its name in messages. Safe from several threads."""
 
     def __init__(self, who: str, stop: threading.Event) -> None:
         self._who, self._stop = who, stop
@@ -41,19 +41,19 @@ class Refusals:
         """Why the server takes no writes at this moment, "" while it does."""
 
     def note(self, error: RlbufferError) -> None:
-        """The server has refused."""
+        """Takes in a refusal, and logs it where that is due."""
         self.current = str(error)
         if self._lasting.is_due(self.current, time.monotonic()):
             _log.warning("%s waits: %s", self._who, error)
 
     def are_over(self) -> None:
-        """It has taken a write."""
+        """Forgets the refusals: the server has taken a write."""
         if self.current:
             self.current = ""
             self._lasting.is_over()
 
     def told_later(self, report: Callable[[], object]) -> None:
-        """Reports what the next heartbeat reports again, so a refusal is no harm."""
+        """Calls `report` once. The next heartbeat reports the same, so a refusal does no harm."""
         try:
             report()
         except ServerRefused as error:
@@ -80,8 +80,9 @@ class Refusals:
 
 
 class Away:
-    """Warns when `who` has waited for long for a server that is away, and then every minute. `hears` is told of each
-    failed attempt before that; what it raises ends the waiting. To be called with the failure."""
+    """A hook for :meth:`Session.patient`, called with the failure of each attempt to reach a server that is away. It
+    warns after ten seconds, and then every minute, that `who` waits. `hears` is called before; what it raises ends the
+    waiting."""
 
     def __init__(self, who: str, hears: Callable[[RlbufferError], object] | None = None) -> None:
         self._who, self._hears = who, hears
@@ -101,7 +102,7 @@ class Away:
 
 
 class LongWait:
-    """Warns when a loop of the caller's own waits for long, and then every minute: it shows nothing else of it."""
+    """A long wait of a training loop. It warns after ten seconds, and then every minute: nothing else shows it."""
 
     def __init__(self, store: Viewer) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""What a leader looks after: each watch sees what every turn has read, and may say why no step can be made."""
+"""The watches of a leader. Each sees what a turn has read, and looks after one thing; any may hold the turn up."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ class ReadAgain(Exception):
 
 
 class Watch:
-    """Looks after one thing. The first watch of a turn that has a `why` ends it, and the later ones see nothing."""
+    """One thing that a leader looks after. A turn calls its watches in order, and ends at the first that has a `why`:
+    those behind it see nothing of the turn."""
 
     why: Waiting | None = None
-    """No step can be made, nor is any sampled for; what is out may not be known to train."""
+    """The reason why no step can be made now, and none is sampled for; None: the turn goes on."""
 
     def tick(self, look: LeaderRead) -> None:
-        """Sees what the turn has read. Raises ReadAgain."""
+        """Acts on what the turn has read. Raises ReadAgain where the leader's memory may not be true any more."""
 
 
 class Ends(Watch):
@@ -91,7 +92,7 @@ class Claims(Watch):
 
 
 class OperatorRequests(Watch):
-    """Operators may have asked for something (settings, drops, a drain), and taken the run back.
+    """Requests of operators: settings, drops, a run taken back. Each is met by reading everything again.
 
     Args:
         asked: `Meta.asked` as it was before anything else was read, the settings included.
@@ -114,8 +115,8 @@ class OperatorRequests(Watch):
 
 
 class Retirement(Watch):
-    """Lets steps go that no checkpoint needs any more, once they are archived; when memory is short strays, then other
-    steps."""
+    """Steps that no checkpoint needs any more retire, once they are archived. Where memory is short strays go first,
+    then trained steps that no checkpoint holds."""
 
     def __init__(self, store: LeaderStore, pending: Pending, archive: Archiving, memory: MemoryWatch) -> None:
         self._store, self._pending, self._archive, self._memory = store, pending, archive, memory

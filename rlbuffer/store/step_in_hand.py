@@ -1,4 +1,4 @@
-"""The step that rank 0 of the trainer was given last, as it says it and as the server keeps it."""
+"""Step in hand: the one that rank 0's loop was given last. Rank 0 reports it; the server keeps it for the others."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepInHand:
-    """The step that the loop of rank 0 was given last; step 0 before the first."""
+    """The step that rank 0's loop was given last; step 0 before the first."""
 
     step: int = 0
     digest: str = ""
-    """"" when rank 0 has let go of it: the ranks compare what they have before they train."""
+    """Content of the step; "" once rank 0 has let go of it, as it does where ranks compare their steps and one lacks
+    it."""
 
     def __str__(self) -> str:
         return f"{self.step} {self.digest}" if self.step else ""
@@ -28,7 +29,7 @@ NOTHING = StepInHand()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankZero:
-    """State of rank 0 as the other ranks see it."""
+    """Rank 0 as the server knows it, for the other ranks."""
 
     attempt: int
     """0 before the first."""

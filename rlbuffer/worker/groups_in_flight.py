@@ -1,8 +1,17 @@
 """The groups in flight: the group of each ticket, from its prompt to its push, or its ticket given back.
 
-prompt -> sample -> score -> push
-  |         |         |
-  +---------+---------+----> abandoned: the ticket goes back, expires, or is left out
+    TAKEN --start--> SAMPLED --push--> READY --> STORED
+      |                 |                |
+      |                 +----------------+--> FAILED: the ticket goes back, and is closed the third time
+      +--> SKIPPED
+
+`begin` names the writer that pushes; it comes first, and again in each epoch.
+`start` takes tickets. Each becomes a task (SAMPLED), or is closed at once (SKIPPED).
+The task samples and scores, and leaves its group in the queue of pushes (READY). One thread pushes all that is there
+in one call; the group is STORED, and its ticket is no longer renewed.
+`wait` and `settle` take out tasks that have ended. `settle` raises what ends the worker, or this epoch.
+`land` ends every task: READY groups still arrive, the other tickets go back. Nothing is left in flight then.
+`release` gives back tickets that were never started. `forget` follows a new epoch, `close` the end.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlbuffer.client import rank_0
-from rlbuffer.client.rank_0 import RankZeroWatch
+from rlbuffer.client.ranks import RankZeroWatch
 from rlbuffer.errors import BatchTimeout
 from rlbuffer.store.step_in_hand import NOTHING, RankZero, StepInHand
 

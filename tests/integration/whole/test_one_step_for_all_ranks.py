@@ -11,7 +11,7 @@ import waits
 from rolled_back import Loop, Saved
 from store_runs import Run
 
-import rlbuffer.client.rank_0
+import rlbuffer.client.ranks
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.writer import Writer
 from rlbuffer.errors import BatchTimeout
@@ -124,7 +124,7 @@ def test_a_rank_that_asks_after_rank_0_is_given_the_step_that_rank_0_has(job: Jo
 def test_a_rank_that_can_never_get_the_step_of_rank_0_ends_and_the_next_trainer_goes_on(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rlbuffer.client.rank_0, "LOST_SECONDS", 1.5)
+    monkeypatch.setattr(rlbuffer.client.ranks, "LOST_SECONDS", 1.5)
     state = job.readers[0].state_dict()
     saved = job.train_two_steps(kept=2)
     job.push()

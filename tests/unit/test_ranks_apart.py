@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlbuffer.client.skew import Skew
+from rlbuffer.client.ranks import Skew
 
 
 def beats(step: int, ago: float = 0.5) -> dict[str, dict[str, float]]:

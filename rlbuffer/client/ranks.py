@@ -1,14 +1,20 @@
-"""A rank above 0 is given a step only when rank 0 was given the same one: same number, same digest.
+"""The ranks of one trainer, kept together where its loop is the user's own and compares nothing.
 
-A server that comes back without its newest writes may get another step of a number that one rank has already. The ranks
-of a loop of one's own compare nothing before they average their gradients. So each waits here for the word of rank 0,
-which stands on the server before rank 0's loop gets the step.
+A rank above 0 is given a step only when rank 0 was given the same one: same number, same digest. A server that comes
+back without its newest writes may get another step of a number that one rank has already. So each rank waits here for
+the word of rank 0, which stands on the server before rank 0's loop gets the step.
+
+Rank 0 looks whether the others train the same steps at the same time. A rank that makes fewer backward passes than
+another (a micro-batch left out, the model called inside of its wrapper) has the other wait in an exchange, or exchanges
+gradients of another step. Only the steps that the ranks acknowledge tell.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rlbuffer.client.refusals import refused_for
 from rlbuffer.errors import BatchTimeout
@@ -21,6 +27,14 @@ CHECK_SECONDS = 1.0
 LOST_SECONDS = 5.0
 """Seconds for which rank 0 has a step that is not on the server, until nobody waits for it any more. Where the ranks
 compare what they have, rank 0 lets go of it within two."""
+APART = 2
+"""Ranks that exchange gradients are at most one acknowledged step apart."""
+SKEW_LOOKS = 3
+"""Looks in a row that must find them apart: one heartbeat may have been on its way for long."""
+PEER_FRESH_SECONDS = 2.0
+"""Ranks beat every second."""
+SLACK_SECONDS = 0.5
+REMEMBERED = 16
 
 
 class RankZeroWatch:
@@ -97,3 +111,47 @@ class RankZeroWatch:
                 "rank can get it. Start the trainer again: it goes on from its newest checkpoint, and another step "
                 f"{hand.step} is made"
             )
+
+
+class Skew:
+    """The other ranks' passes as rank 0 sees them. `rank`, `world_size`: of this reader."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.watches = rank == 0 and world_size > 1
+        """Rank 0 looks for all."""
+        self._seen: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
+        """When (monotonic) this rank had acknowledged which step."""
+        self._apart = 0
+        self._is_told = False
+
+    def look(self, step: int, beats: Mapping[str, Mapping[str, Any]], *, now: float) -> str:
+        """Returns the fault, once; "" while there is none.
+
+        Args:
+            step: the last one that this rank has acknowledged.
+            beats: the ranks' heartbeats.
+            now: monotonic seconds.
+        """
+        self._seen.append((now, step))
+        apart = [
+            sentence for name, beat in beats.items() if name != "0" and (sentence := self._of(name, beat, step, now))
+        ]
+        self._apart = self._apart + 1 if apart else 0
+        if self._apart < SKEW_LOOKS or self._is_told:
+            return ""
+        self._is_told = True
+        return (
+            f"{apart[0]}: their passes do not match, so they wait for each other or exchange gradients of different "
+            "steps. Every rank makes one forward and backward pass of the wrapped model (DDP, FSDP) per micro-batch, "
+            "dummies too"
+        )
+
+    def _of(self, name: str, beat: Mapping[str, Any], step: int, now: float) -> str:
+        theirs, ago = beat.get("step"), float(beat["seconds_ago"])
+        if not isinstance(theirs, int) or ago > PEER_FRESH_SECONDS:
+            return ""
+        # When the other rank said so this one was at least as far; now it is at least as far as then.
+        before = max((s for at, s in self._seen if at <= now - ago - SLACK_SECONDS), default=0)
+        if before >= theirs + APART or theirs >= step + APART:
+            return f"rank 0 has trained step {step}, rank {name} step {theirs}"
+        return ""
