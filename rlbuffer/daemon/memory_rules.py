@@ -17,9 +17,6 @@ from rlbuffer.store.keys import EARLY_SHARE
 
 ENOUGH_SHARE = 0.75
 """Share of maxmemory down to which early retirement goes on."""
-MACHINE_SHARE = 0.50
-"""Share of its machine's memory that a server without maxmemory is taken to have, so that a trainer that never writes a
-checkpoint does not fill the machine."""
 WORTH_SHARE = 0.10
 """Share of maxmemory that a checkpoint must be able to free: it is not asked for when less could be freed."""
 STORED_BYTES = 350
@@ -31,8 +28,6 @@ CAUTION = 0.75
 that were dropped beside it, which nobody has counted."""
 MEMORY_LOOKS = 2
 """A decision uses the smallest of this many looks."""
-LAST_GAP = 64
-"""Most steps between two checkpoints that are asked for without effect."""
 
 
 def stored_bytes(*, payload_bytes: int, sequences: int) -> int:
@@ -41,11 +36,10 @@ def stored_bytes(*, payload_bytes: int, sequences: int) -> int:
 
 
 class Pressure:
-    """Decides what is done about the server's memory. No server, no clock: what is seen goes in by :meth:`look`.
+    """Decides what is done about the server's memory. No server, no clock: what is seen goes in by :meth:`observe`.
 
-    Lifecycle of an asked-for checkpoint: asked in the header of step s -> reported, or step s + 1 is trained ->
-    the oldest kept one may let steps retire -> asked again if memory is still short. Without any effect the time
-    between two doubles: a trainer that keeps many checkpoints would otherwise write one after every step.
+    A checkpoint that is asked for: asked in the header of step s -> reported, or step s + 1 is trained -> the oldest
+    one that is kept may let steps retire -> asked again while memory is still short.
     """
 
     def __init__(self) -> None:
@@ -62,9 +56,6 @@ class Pressure:
         """Trained steps are to retire early: from :data:`EARLY_SHARE` until :data:`ENOUGH_SHARE`."""
         self._asked = 0
         """Last step whose header asked."""
-        self._retired_then = -1
-        """Last retired step when it was asked."""
-        self._gap = 1
 
     @property
     def used(self) -> int | None:
@@ -81,7 +72,7 @@ class Pressure:
         """`used` over the limit; 0.0 when one of them is not known."""
         return self.used / self.limit if self.limit and self.used is not None else 0.0
 
-    def look(self, used: int, limit: int) -> None:
+    def observe(self, used: int, limit: int) -> None:
         """Takes in what the server said, in bytes."""
         self.limit = limit
         self._looks = [*self._looks, used][-MEMORY_LOOKS:]
@@ -94,8 +85,7 @@ class Pressure:
         """A step of `size` bytes is there; its header asks for a checkpoint, for whatever reason."""
         self.sizes[step] = size
         if asks:
-            self._gap = min(2 * self._gap, LAST_GAP) if self.retired == self._retired_then else 1
-            self._asked, self._retired_then, self.must_ask = step, self.retired, False
+            self._asked, self.must_ask = step, False
 
     def retire(self, up_to: int) -> None:
         """Steps are gone."""
@@ -126,25 +116,12 @@ class Pressure:
             missing -= self.sizes[last]
         return last if last > self.retired else None
 
-    def asks(self, step: int, *, done: int, checkpoint: int = 0) -> bool:
-        """70 %: True when the header of `step`, the next one, asks for a checkpoint. `checkpoint`: the trainer's
-        newest; 0 when it does not say."""
+    def asks(self, *, done: int, checkpoint: int = 0) -> bool:
+        """70 %: True when the header of the next step asks for a checkpoint. `checkpoint`: the trainer's newest; 0 when
+        it does not say."""
         if self._asked and done <= self._asked and checkpoint < self._asked:
             return False  # it is still being made
         if self.must_ask:
             return True
-        if self.share < ASK_SHARE:
-            return False
-        if sum(size for number, size in self.sizes.items() if number <= done) < WORTH_SHARE * self.limit:
-            return False
-        return self.retired != self._retired_then or step > self._asked + self._gap
-
-
-def assumed_limit(maxmemory: int, machine: int) -> int:
-    """Bytes that the shares are of: maxmemory, else :data:`MACHINE_SHARE` of the machine's memory; 0: not known.
-
-    Example:
-        >>> assumed_limit(0, 64 * 2**30) // 2**30
-        32
-    """
-    return maxmemory or int(MACHINE_SHARE * machine)
+        could_go = sum(size for number, size in self.sizes.items() if number <= done)
+        return self.share >= ASK_SHARE and could_go >= WORTH_SHARE * self.limit

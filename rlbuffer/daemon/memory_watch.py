@@ -13,12 +13,11 @@ from typing import Any
 
 from rlbuffer.config.memory_needs import ASK_SHARE, FULL_SHARE, mib
 from rlbuffer.daemon.archiving import Archiving
-from rlbuffer.daemon.memory_rules import Pressure, assumed_limit, stored_bytes
+from rlbuffer.daemon.memory_rules import Pressure, stored_bytes
 from rlbuffer.daemon.reporter import TELEMETRY_SECONDS
 from rlbuffer.process.logs import fields
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.waiting import Problem, Trouble
-from rlbuffer.store.keys import EARLY_SHARE
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt, Meta
 
@@ -38,8 +37,6 @@ class MemoryWatch:
     def __init__(self, store: LeaderStore) -> None:
         self._store = store
         self._pressure = Pressure()
-        self._is_assumed = False
-        """The server has no maxmemory: the limit is a share of its machine's memory."""
         self._looked = float("-inf")
         self._freed = float("-inf")
         self._marked = 0
@@ -101,10 +98,10 @@ class MemoryWatch:
 
     def marked(self, meta: Meta, trainer: Attempt) -> Meta:
         """`meta` as the next header is made from it: with the wish for a checkpoint when memory is short."""
-        done, step = min(trainer.at, trainer.trained, meta.step), meta.step + 1
-        if not self._pressure.asks(step, done=done, checkpoint=trainer.checkpoint):
+        done = min(trainer.at, trainer.trained, meta.step)
+        if not self._pressure.asks(done=done, checkpoint=trainer.checkpoint):
             return meta
-        self._marked = step
+        self._marked = meta.step + 1
         return replace(meta, checkpoint_now=True)
 
     def committed(self, header: StepHeader) -> None:
@@ -121,16 +118,13 @@ class MemoryWatch:
         return self._pressure.share
 
     def problems(self) -> tuple[Problem, ...]:
-        """The server takes no pushes for want of memory; or it has no limit, and uses much of its machine's."""
+        """The server takes no pushes for want of memory."""
         self._look()
         used, limit = self._pressure.used, self._pressure.limit
-        if used is None or not limit or used < limit * (EARLY_SHARE if self._is_assumed else FULL_SHARE):
+        if used is None or not limit or used < limit * FULL_SHARE:
             return ()
         in_steps = f"{mib(sum(self._pressure.sizes.values()))} of it in this run's steps"
-        if self._is_assumed:  # nothing is refused there
-            full = f"maxmemory 0, and it uses {mib(used)} of a machine that has {mib(2 * limit)}, {in_steps}"
-        else:
-            full = f"{used / 2**20:.1f} of {mib(limit)}, {in_steps}: pushes wait until steps retire"
+        full = f"{used / 2**20:.1f} of {mib(limit)}, {in_steps}: pushes wait until steps retire"
         return (Problem(kind=Trouble.MEMORY, detail=full),)
 
     def _note(self, header: StepHeader) -> None:
@@ -147,9 +141,7 @@ class MemoryWatch:
         # A thread of the server gives unlinked memory back; until then it only looks used.
         if int(facts.get("unfreed", 0)) and now - self._freed < LAG_SECONDS:
             return
-        self._is_assumed = not int(facts["maxmemory"])
-        limit = assumed_limit(int(facts["maxmemory"]), int(facts["machine"]))
-        self._pressure.look(int(facts["used_memory"]), limit)
+        self._pressure.observe(int(facts["used_memory"]), int(facts["maxmemory"]))
 
 
 def _warn(text: str, state: str, **values: int) -> None:

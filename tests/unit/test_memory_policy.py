@@ -28,7 +28,7 @@ def seen(*used: int, limit: int = LIMIT, retired: int = 0, sizes: dict[int, int]
     pressure.sizes = sizes
     pressure.retire(retired)
     for bytes_used in used:
-        pressure.look(bytes_used, limit)
+        pressure.observe(bytes_used, limit)
     return pressure
 
 
@@ -94,7 +94,7 @@ def test_from_85_percent_the_oldest_trained_steps_go(used: int, last: int | None
 def test_one_high_look_is_a_client_s_buffer() -> None:
     pressure = seen(700, 990)
     assert pressure.retires_up_to(90) is None
-    pressure.look(900, LIMIT)
+    pressure.observe(900, LIMIT)
     assert pressure.retires_up_to(90) == 3
     assert seen(990).retires_up_to(90) is None
 
@@ -115,8 +115,8 @@ def test_early_retirement_goes_on_down_to_75_percent_and_begins_again_at_85() ->
     for used, last in ((800, 1), (750, 1), (749, None), (849, None), (850, 2)):
         pressure.retires_up_to(90)
         pressure.retire(0)
-        pressure.look(used, LIMIT)
-        pressure.look(used, LIMIT)
+        pressure.observe(used, LIMIT)
+        pressure.observe(used, LIMIT)
         assert pressure.retires_up_to(90) == last, used
 
 
@@ -133,89 +133,84 @@ def test_of_steps_whose_size_is_not_known_one_goes_at_a_time() -> None:
 def test_a_server_without_a_limit_is_never_short() -> None:
     pressure = seen(10**12, 10**12, limit=0)
     assert pressure.retires_up_to(90) is None
-    assert not pressure.asks(91, done=90)
+    assert not pressure.asks(done=90)
     assert pressure.share == 0.0
 
 
 # -- 70 % --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("used", "asks"), [(699, False), (700, True)])
 def test_from_70_percent_a_checkpoint_is_asked_for(used: int, asks: bool) -> None:
-    assert seen(used, used).asks(11, done=9) is asks
+    assert seen(used, used).asks(done=9) is asks
 
 
 @pytest.mark.parametrize(("done", "asks"), [(1, False), (2, True)])
 def test_a_checkpoint_that_could_free_less_than_a_tenth_is_not_asked_for(done: int, asks: bool) -> None:
-    assert seen(900, 900).asks(11, done=done) is asks
+    assert seen(900, 900).asks(done=done) is asks
 
 
 def test_it_is_not_asked_again_while_the_checkpoint_is_being_made() -> None:
     pressure = seen(800, 800)
     pressure.committed(11, 50, asks=True)
-    assert [pressure.asks(13, done=done) for done in (9, 10, 11, 12)] == [False] * 3 + [True]
-    assert not pressure.asks(13, done=10, checkpoint=10)
-    assert pressure.asks(13, done=11, checkpoint=11)
+    assert [pressure.asks(done=done) for done in (9, 10, 11, 12)] == [False] * 3 + [True]
+    assert not pressure.asks(done=10, checkpoint=10)
+    assert pressure.asks(done=11, checkpoint=11)
 
 
-def test_asking_without_effect_becomes_rarer_until_something_retires() -> None:
+def test_it_is_asked_again_after_each_checkpoint_while_memory_stays_short() -> None:
     pressure = seen(800, 800)
     asked = []
-    for step in range(10, 100):
-        if pressure.asks(step, done=step - 2):
+    for step in range(10, 20):
+        if pressure.asks(done=step - 2):
             pressure.committed(step, 50, asks=True)
             asked.append(step)
-    assert asked == [10, 13, 16, 21, 30, 47, 80]
-    pressure.retire(7)
-    for used in (800, 800):
-        pressure.look(used, LIMIT)
-    assert pressure.asks(83, done=81)
-    pressure.committed(83, 50, asks=True)
-    assert pressure.asks(86, done=84)
+    assert asked == [10, 13, 16, 19]
 
 
 def test_after_an_early_retirement_a_checkpoint_is_asked_for_whatever_the_memory_is() -> None:
     pressure = seen(100, 100, retired=3)
     pressure.must_ask = True
-    assert pressure.asks(5, done=3)
+    assert pressure.asks(done=3)
     pressure.committed(5, 50, asks=True)
-    assert not pressure.asks(8, done=6)
+    assert not pressure.asks(done=6)
 
 
-# -- a server without a limit ------------------------------------------------------------------------------------------
+# -- what is told ------------------------------------------------------------------------------------------------------
 class Machine:
-    """A server whose machine has 2000 bytes, and no maxmemory."""
+    """A server of 1000 bytes."""
 
-    used = maxmemory = 0
+    used, maxmemory = 0, LIMIT
 
     def losses(self) -> int:
         return 0
 
     def server(self) -> dict[str, Any]:
-        return {"name": "valkey", "maxmemory": self.maxmemory, "machine": 2 * LIMIT, "used_memory": self.used}
+        return {"name": "valkey", "maxmemory": self.maxmemory, "used_memory": self.used}
 
     def retire(self, *args: object, **said: object) -> int:
         return 1
 
 
-@pytest.mark.parametrize(("used", "is_said"), [(849, False), (850, True), (2000, True)])
-def test_a_server_without_a_limit_refuses_nothing_and_is_said_to_have_none(
-    used: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("maxmemory", "used", "is_told"), [(LIMIT, 969, False), (LIMIT, 970, True), (0, 10**12, False)]
+)
+def test_a_full_server_is_a_trouble_and_one_without_a_limit_is_none(
+    maxmemory: int, used: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for pause in ("HURRY_SECONDS", "TELEMETRY_SECONDS"):
-        monkeypatch.setattr(f"rlbuffer.daemon.memory_watch.{pause}", 0.0)
+    monkeypatch.setattr("rlbuffer.daemon.memory_watch.HURRY_SECONDS", 0.0)
+    monkeypatch.setattr("rlbuffer.daemon.memory_watch.TELEMETRY_SECONDS", 0.0)
     store: Any = Machine()
-    store.used = used
+    store.maxmemory, store.used = maxmemory, used
     watch = MemoryWatch(store)
-    said = [watch.problems() for _ in range(memory_rules.MEMORY_LOOKS)]
-    assert [problem.kind for problem in said[-1]] == [Trouble.MEMORY] * is_said
+    told = [watch.problems() for _ in range(memory_rules.MEMORY_LOOKS)]
+    assert [problem.kind for problem in told[-1]] == [Trouble.MEMORY] * is_told
 
 
-@pytest.mark.parametrize("maxmemory", [LIMIT, 0])
 def test_an_early_retirement_and_the_checkpoint_that_it_asks_for_name_their_steps(
-    maxmemory: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rlbuffer.daemon.memory_watch.HURRY_SECONDS", 0.0)
     store: Any = Machine()
-    store.used, store.maxmemory = LIMIT, maxmemory
+    store.used = LIMIT
     logged = Logged("rlbuffer.daemon")
     watch = MemoryWatch(store)
     trainer = Attempt(number=1, trained=7, at=7, seen_seconds_ago=0.0)

@@ -295,9 +295,9 @@ class Connection:
         return f"{info.get('run_id', '')} {info.get('master_replid', '')}"
 
     def describe(self) -> dict[str, Any]:
-        """Facts: name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), machine (memory of its
-        machine; 0: not known), used_memory (what counts against it), unfreed (objects that are unlinked and not given
-        back yet: a number, not bytes), buffers (of the clients). Of a cluster those of the fullest shard."""
+        """Facts: name, version, address, embedded, policy; in bytes: maxmemory (0: no limit), used_memory
+        (what counts against it), unfreed (objects that are unlinked and not given back yet: a number, not bytes),
+        buffers (of the clients). Of a cluster those of the fullest shard."""
         info: Mapping[str, Any] = {}
         if not self.is_memory:
             info = self.call(

@@ -15,7 +15,6 @@ from rlbuffer.store.server.binary import MINIMUM_VERSION, version_tuple
 FIGURES = {
     "used_memory": "used_memory",
     "maxmemory": "maxmemory",
-    "machine": "total_system_memory",
     "unfreed": "lazyfree_pending_objects",
     "buffers": "mem_clients_normal",
 }
