@@ -41,9 +41,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "plot": "Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.",
         },
         "Act": {
-            "env": "Pause an env, say that nothing more comes of it, or let it take part again.",
+            "env": "Pause an env, or all, say that nothing more comes of one, or let it take part again.",
             "drop": "Drop pending groups that match a filter.",
-            "drain": "Let a run come to rest: no more tickets, until nothing is out and no further step can be made.",
             "runs": "List, take back and remove whole runs.",
         },
         "Check": {
@@ -68,6 +67,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 
 class Commands(CliGroup):
     """A group that knows its commands by name and imports a command's module when it is called."""
+
+    renamed = MappingProxyType({"drain": "`rlbuffer env pause --all`"})
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

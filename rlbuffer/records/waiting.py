@@ -372,7 +372,7 @@ def _sentence(w: Waiting) -> str:
         case Wait.NO_NEED:
             return f"No group needs {w.detail}."
         case Wait.DRAINING:
-            return "The run drains: no tickets until `rlbuffer drain --undo`."
+            return "The run drains: no tickets until `rlbuffer env resume --all`."
         case Wait.SERVER:
             return w.detail
         case Wait.ENGINE:

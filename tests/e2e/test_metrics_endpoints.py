@@ -18,12 +18,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import waits
 from fake_engine import FakeEngine
 from forked import Parent
 from homes import Home, a_home
 from own_server import OwnServer, free_port
 
 from rlbuffer.client.scrapes import READ_SECONDS
+from rlbuffer.records.waiting import Wait
 from rlbuffer.state.metric import Metric
 from rlbuffer.state.prometheus import METRIC_PREFIX, all_metrics
 from rlbuffer.state.run_state import EnvState
@@ -298,7 +300,7 @@ def test_a_server_that_hangs_keeps_nobody_waiting_for_the_metrics(live: Live) ->
 
 
 def test_every_process_has_done_its_work_with_the_rights_of_its_role_and_each_command_does(live: Live) -> None:
-    """The last one: it drains the run, and takes a step back."""
+    """The last one: it lets the run come to rest, and takes a step back."""
     home = live.home
     assert [process.poll() for process in home.processes[:6]] == [None] * 6, home.logs()
     assert "tiny" in live.says("viewer", "inspect")
@@ -306,7 +308,9 @@ def test_every_process_has_done_its_work_with_the_rights_of_its_role_and_each_co
     assert live.opened[0]["name"] in live.says("viewer", "inspect", "open")
     ended = httpx.post(live.opened[0]["end_url"], json={"failure": "given up"}, timeout=60)
     assert ended.status_code == 200, ended.text  # else its ticket would stay out
-    live.says("operator", "drain", "--timeout", "60")
+    live.says("operator", "env", "pause", "--all")
+    with home.connect() as buffer:
+        home.wait_until(lambda: waits.kind(buffer.store) is Wait.DRAINING, seconds=60, why="the run has come to rest")
     live.says("operator", "env", "pause", "repeat")
     assert "does not allow" not in home.printed()
     assert "not written to" not in home.printed()

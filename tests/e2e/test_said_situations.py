@@ -181,7 +181,7 @@ def paused(stage: Stage) -> None:
 
 def drained(stage: Stage) -> None:
     stage.push("p0")
-    stage.home.start("drain", "--run", "tiny", log="drain")
+    stage.home.call("env", "pause", "--all", "--run", "tiny")
 
 
 def generating(stage: Stage) -> None:

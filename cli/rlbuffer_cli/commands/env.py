@@ -21,28 +21,43 @@ if TYPE_CHECKING:
 
 @options.group("env")
 def command() -> None:
-    """Pause an env, say that nothing more comes of it, or let it take part again.
+    """Pause an env, or all, say that nothing more comes of one, or let it take part again.
 
     \b
-    Example:
+    Examples:
       rlbuffer env pause math --run demo
       rlbuffer env resume math --run demo
+      rlbuffer env pause --all
     """
+
+
+_env_or_all = click.argument("env", required=False)
+_all = click.option("--all", "is_all", is_flag=True, help="Every env of the run, those that come later too.")
 
 
 @command.command("pause")
-@click.argument("env")
+@_env_or_all
+@_all
 @options.common_of_run
-def pause(env: str, given: options.RunFlags) -> int:
-    """Leave an env out of the next steps.
+def pause(env: str | None, is_all: bool, given: options.RunFlags) -> int:
+    """Leave an env out of the next steps, or let the run come to rest.
 
-    No step waits for it, nothing of it is trained, and its workers get no tickets. What it has in the pool stays
-    there and grows older; its share of a step goes to the other envs in proportion.
+    No step waits for a paused env, nothing of it is trained, and its workers get no tickets. What it has in the pool
+    stays there and grows older; its share of a step goes to the other envs in proportion.
+
+    With --all no env gets tickets. Workers finish what they have tickets for, and steps are made while they can be:
+    `rlbuffer inspect` says when none can be made any more. Workers that need no tickets are not held back.
 
     \b
-    Example:
+    Examples:
       rlbuffer env pause math
+      rlbuffer env pause --all
     """
+    if (env := _one_of(env, is_all)) is None:
+        with _store_of(given) as (store, name):
+            store.ask_drain()
+        say(f'run "{name}" gives no more tickets, and comes to rest. Back: rlbuffer env resume --all')
+        return 0
     with _run_of(env, given) as (store, name):
         is_new = store.pause(env)
     say(
@@ -73,18 +88,25 @@ def done(env: str, given: options.RunFlags) -> int:
 
 
 @command.command("resume")
-@click.argument("env")
+@_env_or_all
+@_all
 @options.common_of_run
-def resume(env: str, given: options.RunFlags) -> int:
+def resume(env: str | None, is_all: bool, given: options.RunFlags) -> int:
     """Let an env take part again that is paused or done.
 
     What it missed while it was paused is not made up for. An env that was said to be done has the end, if any, that its
-    workers say; start them again.
+    workers say; start them again. --all takes back `env pause --all`; envs that were paused by name stay paused.
 
     \b
-    Example:
+    Examples:
       rlbuffer env resume math
+      rlbuffer env resume --all
     """
+    if (env := _one_of(env, is_all)) is None:
+        with _store_of(given) as (store, name):
+            was_paused = store.ask_undrain()
+        say(f'run "{name}" gives tickets again' if was_paused else f'run "{name}" gave tickets already')
+        return 0
     with _run_of(env, given) as (store, name):
         was_paused, was_done = store.resume(env), store.forget_end(env)
     is_back = was_paused or was_done
@@ -92,9 +114,26 @@ def resume(env: str, given: options.RunFlags) -> int:
     return 0
 
 
+def _one_of(env: str | None, is_all: bool) -> str | None:
+    """The env; None for all of them."""
+    if (env is None) != is_all:
+        path = click.get_current_context().command_path
+        raise click.UsageError(f"name one env, `{path} ENV`, or all of them, `{path} --all`")
+    return env
+
+
+@contextmanager
+def _store_of(given: options.RunFlags) -> Iterator[tuple[OperatorStore, str]]:
+    """The run's store and its name."""
+    from rlbuffer.store.operator import OperatorStore
+
+    with open_run(given) as buffer:
+        yield buffer.store.role(OperatorStore), buffer.run
+
+
 @contextmanager
 def _run_of(env: str, given: options.RunFlags) -> Iterator[tuple[OperatorStore, str]]:
-    """The run's store and its name."""
+    """The store and the name of a run that knows this env."""
     from rlbuffer.records.info import ENV_NAME
     from rlbuffer.store.operator import OperatorStore
 

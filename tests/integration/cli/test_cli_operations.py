@@ -1,4 +1,4 @@
-"""`config apply`, `drop`, `drain`, `serve --resume | --fresh`: what they say, and exit codes.
+"""`config apply`, `drop`, `env pause --all`, `serve --resume | --fresh`: what they say, and exit codes.
 
 In memory, with a daemon in a thread where one is needed.
 """
@@ -21,7 +21,7 @@ import rlbuffer
 from rlbuffer.daemon.config_changes import config_digest
 from rlbuffer.errors import SchemaMismatch
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.records.waiting import Wait
 from rlbuffer.testing import make_group
 from rlbuffer.wire.jsonl import line_of
 
@@ -201,67 +201,30 @@ def test_drop_refuses_filters_that_say_nothing(call: Call, where: str) -> None:
     assert (code, out) == (2, "")
 
 
-# -- drain -------------------------------------------------------------------------------------------------------------
-def test_drain_waits_and_says_what_is_left(served: Served, call: Call) -> None:
+# -- env pause --all ---------------------------------------------------------------------------------------------------
+def test_a_run_whose_envs_are_all_paused_gives_no_tickets_until_they_are_resumed(served: Served, call: Call) -> None:
     run = served.run
     number = run.store.attempt(uuid="t", world_size=1, resume_step=0).number
     run.store.announce(number, PolicyVersion(version=0))
-    run.push("a.7", lengths=[8, 8])
     served.serve(config())
     served.wait_for(lambda: served.said("ready"), 20)
     run.store.report(number, epoch=run.meta.epoch, trained=0, digest="", oldest_kept=0)
     served.wait_for(lambda: allowances(run.store), 20)
-    (ticket,) = run.store.take_tickets("a", 1, ttl_seconds=60)
-    code, out, err = call("drain", "--timeout", "0.5")
-    assert (code, out) == (5, "")
-    told = err.splitlines()
-    assert told[0].startswith("draining: 1 ticket is out (a 1), 0 groups form, ")
-    assert told[-1].startswith(f'Error: run "{run.store.run}" is not drained within 0.5 s: 1 ticket is out (a 1), ')
-    run.store.release_tickets("a", [ticket])
-    code, out, err = call("drain", "--timeout", "60")
-    assert (code, "after step 0 (0 trained): 1 group (2 rollouts, 16 tokens) stay" in out) == (0, True)
-    record = json.loads(call("drain", "--json")[1])
-    assert (record["schema"], record["groups"], record["rollouts"], record["tokens"]) == ("rlbuffer.drain/1", 1, 2, 16)
+    code, out, err = call("env", "pause", "--all")
+    assert (code, out, err) == (
+        0,
+        f'run "{run.store.run}" gives no more tickets, and comes to rest. Back: rlbuffer env resume --all\n',
+        "",
+    )
+    assert run.store.take_tickets("a", 1, ttl_seconds=60) == []
+    served.wait_for(lambda: waits.kind(run.store) is Wait.DRAINING, 20)
     assert "draining since " in call("inspect")[1]
     assert json.loads(call("top", "--once", "--json")[1])["draining_since"] > 1e9
-    assert [json.loads(call("drain", "--undo", "--json")[1])["drained"] for _ in range(2)] == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("is_led", "state"),
-    [
-        (True, "1 ticket is out (a 1), 0 groups form, further steps can be made"),
-        (False, "1 ticket is out (a 1), 1 group forms, no further step can be made, no batcher is at work"),
-    ],
-)
-def test_a_drain_that_takes_too_long_says_what_is_out_and_goes_on(
-    run: Run, call: Call, is_led: bool, state: str
-) -> None:
-    run.lead()
-    run.store.set_allowances({"a": 3})
-    run.store.take_tickets("a", 1, ttl_seconds=600)
-    if not is_led:  # else the leader says what forms, and this one is silent
-        run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
-        run.store.release_lease()
-    waits.says(run.store, Waiting(kind=Wait.DRAINING))
-    sentence = f" {Waiting(kind=Wait.DRAINING)}" if is_led else ""  # of one that is gone it may be an old one
-    code, out, err = call("drain", "--timeout", "0.1")
-    assert (code, out) == (5, "")
-    assert f"{state}. " in err
-    assert err.rstrip().endswith(f"`rlbuffer drain --undo` lets workers go on.{sentence}")
-    assert run.store.meta().draining_ms
-
-
-def test_a_drain_that_is_undone_by_somebody_else_ends(run: Run, call: Call) -> None:
-    run.lead()
-    run.store.set_allowances({"a": 3})
-    run.store.take_tickets("a", 1, ttl_seconds=60)
-    undo = threading.Timer(0.5, run.store.ask_undrain)
-    undo.start()
-    code, _, err = call("drain")
-    undo.join()
-    assert code == 1
-    assert "was undone meanwhile" in err
+    assert [call("env", "resume", "--all")[1].split('" ')[1] for _ in range(2)] == [
+        "gives tickets again\n",
+        "gave tickets already\n",
+    ]
+    served.wait_for(lambda: run.store.take_tickets("a", 1, ttl_seconds=60), 20)
 
 
 # -- serve -------------------------------------------------------------------------------------------------------------
@@ -285,8 +248,8 @@ def test_serve_resumes_only_what_is_there_and_begins_only_what_is_not(run: Run, 
         ["inspect"],
         ["verify"],
         ["drop", "--where", "env:a", "--yes"],
-        ["drain"],
-        ["drain", "--undo"],
+        ["env", "pause", "--all"],
+        ["env", "resume", "--all"],
         ["env", "pause", "a"],
         ["env", "resume", "a"],
         ["runs", "rewind", "0", "--keep-pending"],

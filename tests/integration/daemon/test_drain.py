@@ -1,4 +1,4 @@
-"""`drain`: no more tickets, and knowing when nothing is out and nothing can be made any more."""
+"""A run that gives no more tickets: it comes to rest, and goes on when it is told to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from looks import allowances
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.client.operations import Drain, DrainState
 from rlbuffer.records.waiting import Wait
 
 pytest_plugins = ("store_fixtures",)
@@ -31,23 +30,20 @@ def beat(run: Run, number: int, trained: int = 0) -> None:
     run.store.report(number, epoch=run.meta.epoch, trained=trained, digest="", oldest_kept=0)
 
 
-def test_a_drain_waits_for_what_is_out_and_ends_when_nothing_can_be_made(served: Served) -> None:
+def test_what_is_out_is_finished_and_steps_are_made_while_they_can_be(served: Served) -> None:
     run = served.run
     number = start(served)
     tickets = run.store.take_tickets("a", 3, ttl_seconds=60)
     assert len(tickets) == 3
     run.store.ask_drain()
-    drain = Drain(run.store)
     assert run.store.take_tickets("a", 1, ttl_seconds=60) == []
     assert allowances(run.store) == {}
-    state = drain.look()
-    assert (state.tickets, state.is_drained) == ({"a": 3}, False)
     served.wait_for(lambda: waits.kind(run.store) is Wait.DRAINING, 20)
     for ticket in tickets:
         run.push(f"a.{ticket}")
     served.wait_for(lambda: run.store.meta().step == 1, 20)
     beat(run, number, trained=1)
-    served.wait_for(lambda: drain.look().is_drained, 20)
+    served.wait_for(lambda: len(run.pool()) == 1 and waits.kind(run.store) is Wait.DRAINING, 20)
     assert [entry.group_id for entry in run.pool()] == [f"a.{tickets[2]}"]
     assert run.store.take_tickets("a", 1, ttl_seconds=60) == []
     assert run.store.ask_undrain() is True
@@ -77,20 +73,8 @@ def test_a_silent_env_stops_no_run_that_drains(served: Served) -> None:
     served.wait_for(lambda: served.said("ready"), 20)
     beat(run, number)
     served.wait_for(lambda: waits.kind(run.store) is Wait.DRAINING, 30)
-    drain = Drain(run.store)
-    served.wait_for(lambda: drain.look().is_drained, 30)
     assert not served.said("env", state="dead")
     assert not served.errors
-
-
-def test_without_a_batcher_what_forms_is_seen_from_the_pool(run: Run) -> None:
-    run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/0", "a.0/1"])
-    run.store.ask_drain()
-    state = Drain(run.store).look()
-    assert state == DrainState(is_asked=True, has_leader=False, tickets={}, forming=1, is_idle=True)
-    assert not state.is_drained
-    run.push("a.0", size=2, planned_size=4, rollout_ids=["a.0/2", "a.0/3"])
-    assert Drain(run.store).look().is_drained
 
 
 def test_a_request_that_comes_late_does_not_drain_a_run_that_goes_on_again(served: Served) -> None:
