@@ -85,8 +85,8 @@ class Reporter:
         others: Sequence[Problem] = (),
     ) -> None:
         """Why there is no step, None when nothing is waited for; and when it is due the leader's heartbeat, which is
-        `beat`, made then, the numbers of its envs, and what somebody must cure: `own`. What `others` say of themselves
-        is told here only.
+        `beat`, made then, the numbers of its envs, and what somebody must cure: `problems`. What `others` say of
+        themselves is told here only.
         """
         now = time.monotonic()
         if self._is_unread and now - self._read_at > TELEMETRY_SECONDS:

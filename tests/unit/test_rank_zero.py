@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlbuffer.client import rank_0
+from rlbuffer.client import ranks
 from rlbuffer.client.ranks import RankZeroWatch
 from rlbuffer.errors import BatchTimeout
 from rlbuffer.store.step_in_hand import NOTHING, RankZero, StepInHand
@@ -69,7 +69,7 @@ def test_a_step_that_only_rank_0_can_have_is_not_waited_for_for_ever(
 ) -> None:
     seconds = count()
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=lambda _: None)
-    monkeypatch.setattr(rank_0, "time", clock)
+    monkeypatch.setattr(ranks, "time", clock)
     watch = RankZeroWatch(Holding(StepInHand(4, "another")), 2)  # type: ignore[arg-type]
 
     def ask_again_and_again() -> None:
@@ -85,7 +85,7 @@ def test_a_step_that_only_rank_0_can_have_is_not_waited_for_for_ever(
 
 def test_a_step_that_rank_0_lets_go_of_in_time_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(rank_0, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
     holding = Holding(StepInHand(4, "another"))
     watch = RankZeroWatch(holding, 2)  # type: ignore[arg-type]
     for hand in (
@@ -97,4 +97,4 @@ def test_a_step_that_rank_0_lets_go_of_in_time_is_forgiven(monkeypatch: pytest.M
     ):
         holding._hand = hand
         watch.look(4, 3)
-        now[0] += rank_0.LOST_SECONDS - 0.1
+        now[0] += ranks.LOST_SECONDS - 0.1
