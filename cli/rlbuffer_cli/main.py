@@ -38,6 +38,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "Look": {
             "inspect": "Look at the pool, a group or a rollout. Changes nothing.",
             "top": "See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.",
+            "replay": "Train the recorded steps of an archive again, without server or workers.",
             "plot": "Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.",
         },
         "Act": {

@@ -13,7 +13,7 @@ from typing import TextIO
 RUN_COMMANDS = ("demo", "run", "serve", "worker", "gateway", "score", "train", "weights")
 """Commands that work for a run until they are stopped: they go on when nobody reads what they print."""
 SLOW_COMMANDS = (
-    *("demo", "run", "serve", "worker", "gateway", "score", "train", "push"),
+    *("demo", "run", "serve", "worker", "gateway", "score", "train", "push", "replay"),
     *("inspect", "top", "verify", "config", "doctor"),
 )
 """Commands that may take a second until they print something."""

@@ -6,9 +6,12 @@ Addresses, passwords and keys are in other tables, and stay out; a test holds th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from rlbuffer.config.loading import validated
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import ConfigError
 
 RECORDED = ("run", "seed", "deterministic", "model", "trainer")
 """Settings that are kept, tables whole."""
@@ -21,10 +24,39 @@ def recorded(settings: RunSettings) -> dict[str, Any]:
     return kept
 
 
-def settings_of(kept: Mapping[str, Any], **tables: Mapping[str, Any]) -> RunSettings:
-    """The settings of what :func:`recorded` kept, and further tables.
+def settings_of(
+    kept: Mapping[str, Any],
+    *,
+    batcher: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    origin: str = "--set",
+) -> RunSettings:
+    """The settings of what :func:`recorded` kept.
+
+    Args:
+        kept: may have more beside it.
+        batcher: the table ``[batcher]``, which the archive keeps for itself.
+        changes: dotted name -> another value. Another loss has its own options, not those of the kept one.
+        origin: where they come from, for people.
 
     Raises:
-        pydantic.ValidationError: another version kept it, which had other settings.
+        ConfigError: a setting that there is not, or a value that it cannot have.
     """
-    return RunSettings.model_validate({**{name: kept[name] for name in RECORDED if name in kept}, **tables})
+    data = {name: _copied(kept[name]) for name in RECORDED if name in kept}
+    if batcher is not None:
+        data["batcher"] = dict(batcher)
+    if "trainer.loss.name" in changes and changes["trainer.loss.name"] != data["trainer"]["loss"]["name"]:
+        data["trainer"]["loss"]["options"] = {}
+    for name, value in changes.items():
+        *tables, last = name.split(".")
+        table: Any = data
+        for part in tables:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{origin} {name}: {part} is no table", setting=name)
+        table[last] = value
+    return validated(data, dict.fromkeys(changes, origin))
+
+
+def _copied(value: Any) -> Any:
+    return {name: _copied(each) for name, each in value.items()} if isinstance(value, Mapping) else value

@@ -7,7 +7,7 @@ and s alone, whatever the world size, so runs at different world sizes train on 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.batcher.advantages import advantage
+from rlbuffer.client.serverless import Serverless
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.packing.assembly import PackItem, assemble
 from rlbuffer.packing.further_columns import column_spec
 from rlbuffer.packing.planner import plan
 from rlbuffer.records.micro_batch import Sample, Step
-from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.step_plan import Normalizers
 
@@ -31,77 +31,24 @@ GROUP_SIZE = 4
 """Rollouts of a group."""
 
 
-class FakeRun:
-    """Stands in for a run where the trainer needs it: for its buffer, for one rank's reader, and for the policy, of
-    which nobody samples. Nothing of what it is told is kept but the place."""
+class FakeRun(Serverless):
+    """Stands in for a run, with made-up steps without end."""
 
-    has_ended = False
-    warns = False
-
-    def __init__(self, settings: RunSettings, *, vocabulary: int) -> None:
+    def __init__(self, settings: RunSettings, vocabulary: int) -> None:
         self._settings = settings
         self._vocabulary = vocabulary
-        self._trained = 0
 
     def reader(
-        self,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        pad_to_multiple_of: int = 1,
-        columns: Sequence[str] = (),
-        **_: Any,
+        self, rank: int = 0, world_size: int = 1, *, columns: Sequence[str] = (), pad_to_multiple_of: int = 1, **_: Any
     ) -> FakeRun:
         """Itself, for one rank; its tokens are the model's own, and its rollouts have `columns`."""
         self._rank, self._world_size = rank, world_size
         self._padded_to, self._columns = pad_to_multiple_of, columns
         return self
 
-    def start(self, resume_step: int, *, settings: Mapping[str, Any] | None = None) -> None:
-        """Continues after `resume_step`."""
-        self._trained = resume_step
-
     def steps(self, start: int | None = None, *, until: Callable[[], bool] | None = None) -> Iterator[Step]:
-        """Yields step after step without end, as :class:`rlbuffer.client.reader.Reader` yields pulled ones: it never
-        waits, and so never asks `until`."""
-        return map(self._step, count(self._trained + 1 if start is None else start))
-
-    def trained(self, step: Step) -> None:
-        """Remembers the place."""
-        self._trained = step.number
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place."""
-        return {"step": self._trained, "epoch": 0, "digest": ""}
-
-    def is_trained(self) -> bool:
-        return True
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to the place."""
-        self._trained = int(state["step"])
-
-    def still_there(self, step: Step) -> bool:
-        """Its steps can be made again at any time."""
-        return True
-
-    @property
-    def policy(self) -> FakeRun:
-        """Itself: every version may be announced."""
-        return self
-
-    def current(self) -> PolicyVersion:
-        """None was announced yet."""
-        return PolicyVersion(version=-1)
-
-    def announce(self, version: int, *, location: str, size: int, checksum: str) -> bool:
-        """Nobody listens."""
-        return True
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        """Nobody asks."""
-
-    add_record = finished = checkpointed = waits = postpones = close = _nothing
+        """Yields step after step without end: it never waits, and so never asks `until`."""
+        return map(self._step, count(self.step + 1 if start is None else start))
 
     def _groups(self, number: int) -> Iterator[PackItem]:
         """The rollouts of a step, group by group, each with what it is worth."""

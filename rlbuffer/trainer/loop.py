@@ -13,6 +13,7 @@ Where each is made: `session` (device, ranks, policy), `pulls` (one step that al
 
 from __future__ import annotations
 
+from rlbuffer.client.serverless import Source
 from rlbuffer.config.schedules import learning_rate_at, planned_updates
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.signals import StopRequest
@@ -33,13 +34,13 @@ def train(
     rank: int,
     world_size: int,
     stop: StopRequest | None = None,
-    fake_data: bool = False,
+    source: Source | None = None,
     debug_samples: int = 0,
 ) -> bool:
     """Trains until ``settings.trainer.steps`` or the end of the run, from the newest checkpoint if there is one.
 
     With a world size above 1 the process group is joined from the environment (MASTER_ADDR and so on, as torchrun
-    sets it).
+    sets it). A `source` stands in for the server: made-up steps, or those of an archive.
 
     Returns:
         True when the planned steps are trained, or the run has ended; False when it was asked to stop before (with a
@@ -51,7 +52,7 @@ def train(
     """
     trainer = settings.trainer
     with (
-        open_session(settings, rank=rank, world_size=world_size, stop=stop, fake_data=fake_data) as session,
+        open_session(settings, rank=rank, world_size=world_size, stop=stop, source=source) as session,
         Publishing(session) as publishing,
         Reports(session) as reports,
     ):

@@ -144,7 +144,9 @@ class Publishing:
         write = None
         with took.measure("gather"):
             sharded = is_sharded(session.policy)
-            if is_due(session.buffer.policy, version, ranks=session.ranks, is_sharded=sharded, unless=unless):
+            if session.publishes and is_due(
+                session.buffer.policy, version, ranks=session.ranks, is_sharded=sharded, unless=unless
+            ):
                 write = self._gathered(version)
         if write is not None:
             if step is not None:

@@ -23,6 +23,7 @@ from torch.distributed.rendezvous import rendezvous
 from rlbuffer import __version__
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.reader import Reader
+from rlbuffer.client.serverless import Serverless, Source
 from rlbuffer.config.losses import columns_of
 from rlbuffer.config.models import router_loss
 from rlbuffer.config.recorded import recorded
@@ -34,7 +35,6 @@ from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.signals import StopRequest
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.member import Member
-from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.losses import get_loss
 from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
@@ -71,12 +71,17 @@ class TrainerSession:
     module: nn.Module
     """Entry of the forward pass: `policy`, shared over the ranks."""
     optimizer: torch.optim.Optimizer
-    buffer: Buffer | FakeRun
-    reader: Reader | FakeRun
+    buffer: Buffer | Serverless
+    reader: Reader | Serverless
     stop: StopRequest
     stalls: StallWatch
     base: PolicyVersion | None = None
     """The model beside a LoRA adapter, once written; on rank 0."""
+
+    @property
+    def publishes(self) -> bool:
+        """Versions of the policy are written, for somebody who samples."""
+        return not isinstance(self.buffer, Serverless) or self.buffer.publishes
 
     @property
     def is_first(self) -> bool:
@@ -105,9 +110,9 @@ def open_session(
     rank: int,
     world_size: int,
     stop: StopRequest | None,
-    fake_data: bool,
+    source: Source | None,
 ) -> Iterator[TrainerSession]:
-    """Joins the other ranks, builds or loads the policy, and connects.
+    """Joins the other ranks, builds or loads the policy, and connects; with a `source` there is no server.
 
     Raises:
         ConfigError: no such device or loss, settings that it does not read, a model that asks for a router loss.
@@ -125,18 +130,18 @@ def open_session(
     torch.manual_seed(settings.seed)
     np.random.seed(settings.seed % 2**32)
     random.seed(settings.seed)
-    with _telling_start(settings, rank) if not fake_data else nullcontext():
+    with _telling_start(settings, rank) if source is None else nullcontext():
         model = build_model(settings.model, seed=settings.seed)
     if why := router_loss(model.config.to_dict()):
         raise ConfigError(why, setting="model")
     nn.Module.to(model, device)
     vocabulary = vocabulary_of(model)
-    source: Buffer | FakeRun = (
-        FakeRun(settings, vocabulary=vocabulary)
-        if fake_data
-        else connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
+    run: Buffer | Serverless = (
+        connect(settings.redis_url, run=settings.run, config=settings, name=f"rank-{rank}")
+        if source is None
+        else source(settings, vocabulary)
     )
-    with closing(source) as buffer:
+    with closing(run) as buffer:
         policy = prepare(
             model,
             layout=settings.trainer.layout,
@@ -155,8 +160,9 @@ def open_session(
                     )
         base = None
         if settings.trainer.lora.is_used:
-            write = partial(_write_base, settings, policy) if rank == 0 else lambda: None
-            base = when_there_is_room(write, folder=settings.output_dir, ranks=ranks, stop=stop)
+            if not isinstance(buffer, Serverless) or buffer.publishes:
+                write = partial(_write_base, settings, policy) if rank == 0 else lambda: None
+                base = when_there_is_room(write, folder=settings.output_dir, ranks=ranks, stop=stop)
             add_adapter(policy.model, settings.trainer.lora, seed=settings.seed)
         module = distribute(policy, ranks, parallel=settings.trainer.parallel)
         reader = buffer.reader(

@@ -21,8 +21,9 @@ from rlbuffer.weights.model import TINY_QWEN3
 LAUNCH = """
 import sys
 from rlbuffer.config.settings import from_json
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.launch.launcher import launch
-sys.exit(launch(from_json(sys.argv[1]), world_size=int(sys.argv[2]), fake_data=True, max_restarts=1))
+sys.exit(launch(from_json(sys.argv[1]), world_size=int(sys.argv[2]), source=FakeRun, max_restarts=1))
 """
 
 

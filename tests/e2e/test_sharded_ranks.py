@@ -12,6 +12,7 @@ from parameters import load_parameters
 from safetensors.torch import load_file
 from test_ddp import records, settings_of, start
 
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.layout import versions
 
@@ -64,7 +65,7 @@ def test_sharded_ranks_train_publish_and_checkpoint_what_whole_ones_do(parent: P
     # Either way goes on from the other's checkpoint, also with another number of ranks.
     goes_on = start(parent, tmp_path / "ddp", 3, dtype="float64", steps=5, parallel="fsdp", **many)
     alone = settings_of(tmp_path / "fsdp", dtype="float64", steps=5, **many)
-    assert train(alone, rank=0, world_size=1, fake_data=True)
+    assert train(alone, rank=0, world_size=1, source=FakeRun)
     finish([goes_on])
     for name in ("ddp", "fsdp"):
         assert [r["resumed_from"] for r in records(tmp_path / name)] == [0, 0, 0, 3, 3]

@@ -23,8 +23,9 @@ from rlbuffer.weights.state import model_state
 LAUNCH = """
 import sys
 from rlbuffer.config.settings import from_json
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.launch.launcher import launch
-sys.exit(launch(from_json(sys.argv[1]), world_size=1, fake_data=True))
+sys.exit(launch(from_json(sys.argv[1]), world_size=1, source=FakeRun))
 """
 
 

@@ -11,6 +11,7 @@ from chat_model import CHAT_CONFIG, CHAT_IDS, GENERATION, MESSAGES, WORDS, write
 from vllm_server import ENGINE, VllmServer
 
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.companions import companions
 from rlbuffer.weights.files import publish_adapter, publish_base
@@ -30,7 +31,7 @@ def test_an_engine_opens_a_trained_version_with_its_template(tmp_path: Path) -> 
         model={"path": str(write_chat_model(tmp_path / "model"))},
         trainer={"steps": 1, "output": tmp_path / "out", "device": "cpu"},
     )
-    assert train(settings, rank=0, world_size=1, fake_data=True)
+    assert train(settings, rank=0, world_size=1, source=FakeRun)
     (directory,) = versions(tmp_path / "out" / "weights")[1]
     engine = LLM(model=str(directory), max_model_len=CONTEXT, **ENGINE)
     assert engine.get_default_sampling_params().temperature == GENERATION["temperature"]

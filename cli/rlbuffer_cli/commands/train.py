@@ -55,6 +55,7 @@ def command(given: options.RunFlags, fake_data: bool, debug_samples: int, max_re
     with nullcontext() if fake_data else connected(loaded, "train"), ExitStack() as views:
         starting("train: loading torch and the model")
         from rlbuffer.process.environment import name_process
+        from rlbuffer.trainer.fake import FakeRun
         from rlbuffer.trainer.launch.launcher import launch
 
         name_process("train")
@@ -78,7 +79,7 @@ def command(given: options.RunFlags, fake_data: bool, debug_samples: int, max_re
         code = launch(
             settings,
             world_size=settings.trainer.world_size,
-            fake_data=fake_data,
+            source=FakeRun if fake_data else None,
             max_restarts=max_restarts,
             debug_samples=debug_samples,
             **tell,

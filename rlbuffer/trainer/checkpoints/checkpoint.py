@@ -275,11 +275,7 @@ def restore(path: Path, policy: PackedPolicy, optimizer: torch.optim.Optimizer, 
     try:
         with ExitStack() as stack:
             tensors, trained = _Tensors(path, stack), _trained(policy)
-            differing = sorted(trained.keys() ^ tensors.names("policy."))
-            if differing:
-                raise ValueError(f"it is of another one: {', '.join(differing[:3])}")
-            for name, parameter in trained.items():
-                tensors.copy_to(f"policy.{name}", parameter)
+            _copy_parameters(tensors, trained)
             for name in sorted(tensors.names("optimizer.")):
                 of, _, key = name.rpartition(".")
                 if key == "step":
@@ -290,6 +286,55 @@ def restore(path: Path, policy: PackedPolicy, optimizer: torch.optim.Optimizer, 
             set_random_state(tensors.random[rank % len(tensors.random)])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise OtherCheckpoint(f"{path} cannot be loaded into the model that [model] describes: {error}") from error
+
+
+def _copy_parameters(tensors: _Tensors, trained: Mapping[str, nn.Parameter]) -> None:
+    differing = sorted(trained.keys() ^ tensors.names("policy."))
+    if differing:
+        raise ValueError(f"it is of another one: {', '.join(differing[:3])}")
+    for name, parameter in trained.items():
+        tensors.copy_to(f"policy.{name}", parameter)
+
+
+@torch.no_grad()
+def restore_policy(path: Path, policy: PackedPolicy) -> None:
+    """Loads the parameters alone, to look at what they say. Raises CheckpointError: it is of another model."""
+    try:
+        with ExitStack() as stack:
+            _copy_parameters(_Tensors(path, stack), _trained(policy))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise OtherCheckpoint(f"{path} cannot be loaded into the model that [model] describes: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Two checkpoints beside each other, parameters and optimizer alike."""
+
+    tensors: int
+    same: int
+    """Those of the same bits."""
+    largest: float
+    """Largest difference of a parameter, relative to the largest absolute value of its tensor."""
+
+
+def difference(one: Path, other: Path) -> Difference:
+    """Compares two checkpoints. Raises CheckpointError where they cannot be read, or are of different models."""
+    try:
+        with ExitStack() as stack:
+            a, b = _Tensors(one, stack), _Tensors(other, stack)
+            names = a.names("")
+            if differing := sorted(names ^ b.names("")):
+                raise ValueError(f"{other} is of another model: {', '.join(differing[:3])}")
+            same, largest = 0, 0.0
+            for name in names:
+                x, y = a.whole(name), b.whole(name)
+                same += torch.equal(x, y)
+                if name.startswith("policy."):
+                    scale = x.double().abs().max().clamp(min=1e-30)
+                    largest = max(largest, float((x.double() - y.double()).abs().max() / scale))
+            return Difference(tensors=len(names), same=same, largest=largest)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise OtherCheckpoint(f"{one} cannot be compared: {error}") from error
 
 
 def random_state() -> dict[str, Any]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from rlbuffer.client.buffer import URL_VARIABLE
+from rlbuffer.client.serverless import Source
 from rlbuffer.config.models import model_modules
 from rlbuffer.config.placement import visible
 from rlbuffer.config.settings import RunSettings, to_json
@@ -36,7 +37,7 @@ def launch(
     *,
     world_size: int,
     display: str = "plain",
-    fake_data: bool = False,
+    source: Source | None = None,
     max_restarts: int = MOST_RESTARTS,
     debug_samples: int = 0,
     say: Callable[[str], None] | None = None,
@@ -48,7 +49,7 @@ def launch(
 
     Args:
         display: of what rank 0 says: ``plain``, ``json`` or ``none`` (``metrics.jsonl`` has its steps anyway).
-        fake_data: made-up steps in place of a server.
+        source: stands in for the server, in each rank: made-up steps, or those of an archive.
         max_restarts: in a row after which it gives up.
         debug_samples: rollouts of the first step that rank 0 prints token by token, with checks.
         say: where messages go; default: stderr.
@@ -67,13 +68,13 @@ def launch(
     context = forkserver.start(["rlbuffer.trainer.launch.rank", *model_modules(settings.model.config)])
     stop = threading.Event()
 
-    arguments = (to_json(settings), display, fake_data, debug_samples)
+    arguments = (to_json(settings), display, source, debug_samples)
 
     all_ranks = f"all {world_size} ranks" if world_size > 1 else "the rank"
     restarts = 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop_on_signals(stop))
-        if settings.weights.listen and not fake_data:
+        if settings.weights.listen and source is None:
             server = stack.enter_context(load_serving().serve_beside(settings))
             tell(f"policy versions are served at {settings.weights.listen} ({server.url} from here)")
         while True:
@@ -98,11 +99,11 @@ def launch(
             )
 
 
-def _run_rank(settings_json: str, display: str, fake_data: bool, debug_samples: int) -> None:
+def _run_rank(settings_json: str, display: str, source: Source | None, debug_samples: int) -> None:
     """The rank's own process alone imports transformers, seconds of CPU; the launcher never needs it."""
     from rlbuffer.trainer.launch.rank import rank_main
 
-    rank_main(settings_json, display, fake_data, debug_samples)
+    rank_main(settings_json, display, source, debug_samples)
 
 
 def _print(text: str) -> None:

@@ -12,6 +12,7 @@ import traceback
 
 import torch
 
+from rlbuffer.client.serverless import Source
 from rlbuffer.config.placement import visible
 from rlbuffer.config.settings import RunSettings, from_json
 from rlbuffer.errors import RankFailed, RlbufferError, text_of
@@ -34,14 +35,14 @@ def end_by(error: Exception) -> RankEnd:
     return RankEnd(exit_code=1, text=text, is_consequence=is_lost_peer(error))
 
 
-def rank_main(settings_json: str, display: str, fake_data: bool, debug_samples: int) -> None:
+def rank_main(settings_json: str, display: str, source: Source | None, debug_samples: int) -> None:
     """Runs one rank in a process of the launcher, which sets rank and world size in the environment."""
     _end_with_launcher()
     if sys.platform == "linux":
         # All ranks are on this machine: gloo need not find out, and possibly fail to, what the host's name means.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        finished = run_rank(from_json(settings_json), display=display, fake_data=fake_data, debug_samples=debug_samples)
+        finished = run_rank(from_json(settings_json), display=display, source=source, debug_samples=debug_samples)
     except Exception as error:
         end = end_by(error)
         end.leave()
@@ -56,7 +57,7 @@ def run_rank(
     settings: RunSettings,
     *,
     display: str = "plain",
-    fake_data: bool = False,
+    source: Source | None = None,
     debug_samples: int = 0,
 ) -> bool:
     """Trains as the rank that the environment names. -> whether the planned steps were made."""
@@ -81,7 +82,7 @@ def run_rank(
             rank=rank,
             world_size=world_size,
             stop=stop,
-            fake_data=fake_data,
+            source=source,
             debug_samples=debug_samples,
         )
 

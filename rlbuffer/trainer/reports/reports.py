@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlbuffer.client.serverless import Serverless
 from rlbuffer.errors import RlbufferError, ServerRefused, ServerUnreachable
 from rlbuffer.process.logs import RateLimited, fields
 from rlbuffer.process.room import lack_of_room
@@ -23,7 +24,6 @@ from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import plural
 from rlbuffer.state.trained import RECENT_STEPS, example_lines, masked_words, nothing_left, waited
 from rlbuffer.trainer.checkpoints.resuming import Place
-from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.publishing import Published
 from rlbuffer.trainer.ranks.parallel import digest_parameters
 from rlbuffer.trainer.reports.examples import examples_of, text_decoder
@@ -49,7 +49,7 @@ class Reports:
         self._metrics: MetricsFile | None = None
         self._outlets: list[Outlet] = []
         if session.is_first:
-            created = 0 if isinstance(session.buffer, FakeRun) else session.buffer.store.meta().created
+            created = 0 if isinstance(session.buffer, Serverless) else session.buffer.store.meta().created
             sinks = sinks_of(session.settings, created=created)
             self._metrics = MetricsFile(session.settings.output_dir)
             self._outlets = [Outlet(name, opened) for name, opened in sinks.items()]
@@ -204,7 +204,7 @@ class Reports:
         """The leader's numbers of the envs as it last said them, on rank 0; {} where it has said none, or the server is
         away."""
         buffer = self._session.buffer
-        if not self._session.is_first or isinstance(buffer, FakeRun):
+        if not self._session.is_first or isinstance(buffer, Serverless):
             return {}
         try:
             return buffer_record(buffer.store.heartbeats("batcher").get(LEADER, {}))

@@ -15,6 +15,7 @@ import pytest
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.process.signals import StopRequest
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.reports import outlet, reports
 from rlbuffer.weights.model import TINY_QWEN3
@@ -112,7 +113,7 @@ def test_the_run_makes_its_steps(
 ) -> None:
     breaks(monkeypatch, tmp_path, where, what)
     with caplog.at_level(logging.INFO, "rlbuffer"):
-        assert train(wanted(tmp_path), rank=0, world_size=1, fake_data=True)
+        assert train(wanted(tmp_path), rank=0, world_size=1, source=FakeRun)
     assert recorded(tmp_path) == list(range(1, STEPS + 1))
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "W&B" in r.getMessage()]
     assert f"W&B {said}" in warnings[0]
@@ -136,12 +137,12 @@ def test_a_trainer_whose_report_hangs_stops_when_asked_and_goes_on_later(
     asking.start()
     began = time.monotonic()
     try:
-        assert not train(wanted(tmp_path, steps=10**6), rank=0, world_size=1, stop=stop, fake_data=True)
+        assert not train(wanted(tmp_path, steps=10**6), rank=0, world_size=1, stop=stop, source=FakeRun)
     finally:
         ended.set()
         asking.join()
     assert time.monotonic() - began < PATIENCE_SECONDS
     made = recorded(tmp_path)
     released.set()
-    assert train(wanted(tmp_path, steps=len(made) + 2), rank=0, world_size=1, fake_data=True)
+    assert train(wanted(tmp_path, steps=len(made) + 2), rank=0, world_size=1, source=FakeRun)
     assert recorded(tmp_path) == list(range(1, len(made) + 3)), "it went on from its last step"

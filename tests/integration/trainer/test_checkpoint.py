@@ -33,6 +33,7 @@ from rlbuffer.trainer.checkpoints.checkpoint import (
     restore,
     save,
 )
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.model.attention import ATTENTION
 from rlbuffer.trainer.model.packed_policy import PackedPolicy
@@ -270,8 +271,8 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 def test_a_run_that_has_made_its_steps_makes_no_more(tmp_path: Path) -> None:
     once = settings(tmp_path, steps=1)
-    assert train(once, rank=0, world_size=1, fake_data=True)
-    assert train(once, rank=0, world_size=1, fake_data=True)
+    assert train(once, rank=0, world_size=1, source=FakeRun)
+    assert train(once, rank=0, world_size=1, source=FakeRun)
     assert [r["step"] for r in records(tmp_path)] == [1]
 
 
@@ -279,13 +280,13 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_with_a_sentence
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = settings(tmp_path)
-    assert train(wanted, rank=0, world_size=1, fake_data=True)
+    assert train(wanted, rank=0, world_size=1, source=FakeRun)
     expected = load_parameters(tmp_path, 6)
     damaged = path_of(tmp_path / "checkpoints", 6) / "rank-0.safetensors"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    assert train(wanted, rank=0, world_size=1, fake_data=True)
+    assert train(wanted, rank=0, world_size=1, source=FakeRun)
     [said] = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert str(damaged) in said
     assert [r["resumed_from"] for r in records(tmp_path)][-3:] == [3, 3, 3]
@@ -297,10 +298,10 @@ def test_with_no_whole_checkpoint_left_training_begins_again_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     once = settings(tmp_path, steps=1)
-    assert train(once, rank=0, world_size=1, fake_data=True)
+    assert train(once, rank=0, world_size=1, source=FakeRun)
     damaged = path_of(tmp_path / "checkpoints", 1) / "rank-0.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert train(once, rank=0, world_size=1, fake_data=True)
+    assert train(once, rank=0, world_size=1, source=FakeRun)
     [said] = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith(f"{damaged} has ")
     assert [(r["step"], r["resumed_from"]) for r in records(tmp_path)] == [(1, 0), (1, 0)]

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.config.trainer import LoraSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import PackedPolicy, prepare
@@ -196,10 +197,10 @@ def test_a_run_that_records_what_its_trainer_cannot_replay_ends_at_the_start(tmp
     given: dict[str, Any] = {"home": tmp_path, "batcher": {"row_tokens": 128}, "model": {"config": phimoe}}
     trainer = {"steps": 1, "output": tmp_path, "device": "cpu"}
     with pytest.raises(ConfigError, match=r"worker.math records experts.*Phimoe") as refused:
-        train(RunSettings(**given, worker=worker, trainer=trainer), rank=0, world_size=1, fake_data=True)
+        train(RunSettings(**given, worker=worker, trainer=trainer), rank=0, world_size=1, source=FakeRun)
     assert refused.value.setting == "trainer.replay_experts"
     unused = trainer | {"replay_experts": False}
-    assert train(RunSettings(**given, worker=worker, trainer=unused), rank=0, world_size=1, fake_data=True)
+    assert train(RunSettings(**given, worker=worker, trainer=unused), rank=0, world_size=1, source=FakeRun)
 
 
 def test_a_block_that_a_fused_kernel_computes_is_found_at_the_start() -> None:

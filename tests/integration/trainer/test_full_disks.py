@@ -25,6 +25,7 @@ from rlbuffer.process.ranks import Ranks
 from rlbuffer.process.signals import StopRequest
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.trainer.checkpoints.checkpoint import steps as checkpoints
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.ranks import room
 from rlbuffer.trainer.ranks.room import when_there_is_room
@@ -114,7 +115,7 @@ def test_steps_go_on_when_there_is_room(
         (lambda: waits(caplog), lambda: time.sleep(0.2)),
         (lambda: True, lambda: disk(False)),
     ):
-        assert train(wanted(tmp_path, **trainer), rank=0, world_size=1, fake_data=True)
+        assert train(wanted(tmp_path, **trainer), rank=0, world_size=1, source=FakeRun)
     (said,) = waits(caplog)
     assert said == (
         f"The trainer has to write, and {tmp_path} cannot be written to (File too large). Make room there; it goes on "
@@ -137,7 +138,7 @@ def test_a_disk_that_is_full_at_the_start_is_waited_for(
 ) -> None:
     disk(True)
     with During((lambda: waits(caplog), lambda: disk(False))):
-        assert train(wanted(tmp_path, lora={"rank": 2}), rank=0, world_size=1, fake_data=True)
+        assert train(wanted(tmp_path, lora={"rank": 2}), rank=0, world_size=1, source=FakeRun)
     assert recorded(tmp_path) == list(range(1, STEPS + 1))
 
 
@@ -153,9 +154,9 @@ def test_a_trainer_that_waits_for_room_stops_when_asked_and_goes_on_later(
         ),
         pytest.raises(RlbufferError, match="asked to stop while something waited to be written: The trainer has to"),
     ):
-        train(settings, rank=0, world_size=1, stop=stop, fake_data=True)
+        train(settings, rank=0, world_size=1, stop=stop, source=FakeRun)
     disk(False)
-    assert train(settings, rank=0, world_size=1, fake_data=True)
+    assert train(settings, rank=0, world_size=1, source=FakeRun)
     assert set(recorded(tmp_path)) == set(range(1, STEPS + 1))
 
 

@@ -36,5 +36,5 @@ def test_the_last_step_of_data_that_ends_is_published_whatever_number_it_has(
             return True
 
     monkeypatch.setattr(session, "FakeRun", Ending)
-    assert train(settings(tmp_path, steps=9, publish={"every": 2}), rank=0, world_size=1, fake_data=True)
+    assert train(settings(tmp_path, steps=9, publish={"every": 2}), rank=0, world_size=1, source=FakeRun)
     assert announced == versions

@@ -41,7 +41,7 @@ def test_a_loss_that_reads_a_column_trains_on_made_up_steps(
         model={"config": SMALL},
         trainer={"steps": 1, "output": tmp_path, "device": "cpu", "loss": loss},
     )
-    assert train(wanted, rank=0, world_size=1, fake_data=True)
+    assert train(wanted, rank=0, world_size=1, source=FakeRun)
     (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite(record["loss"])
     measured = {f.name for f in fields(StepRecord) if not isinstance(getattr(StepRecord(), f.name), str | tuple)}

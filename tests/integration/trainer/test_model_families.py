@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.trainer.checkpoints.checkpoint import path_of, restore
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.model.packed_policy import packed_forward, prepare
 from rlbuffer.trainer.model.selftest import separate_logprobs
@@ -33,7 +34,7 @@ def settings(output: Path, config: Mapping[str, Any], *, dtype: str = "float32",
 
 def run(wanted: RunSettings) -> list[dict[str, Any]]:
     """Trains; -> a record per step."""
-    assert train(wanted, rank=0, world_size=1, fake_data=True)
+    assert train(wanted, rank=0, world_size=1, source=FakeRun)
     lines = (wanted.output_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -12,6 +12,7 @@ import torch
 
 from rlbuffer.config.schedules import learning_rate_at
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.update import update
 from rlbuffer.trainer.update.update import trained_tokens
@@ -38,7 +39,7 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 
 def trained(output: Path, **trainer: Any) -> list[dict[str, Any]]:
-    assert train(settings(output, **trainer), rank=0, world_size=1, fake_data=True)
+    assert train(settings(output, **trainer), rank=0, world_size=1, source=FakeRun)
     return records(output)
 
 

@@ -11,6 +11,7 @@ from test_several_updates import settings
 from torch import Tensor
 
 from rlbuffer.errors import ConfigError, RlbufferError
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.launch.rank import end_by
 from rlbuffer.trainer.loop import train
 from rlbuffer.trainer.losses import TrainedTokens
@@ -47,7 +48,7 @@ def ends_with(loss: Callable[..., Tensor], output: Path) -> Exception:
     SEEN.clear()
     once, chosen = {"passes": 1, "updates_per_pass": 1}, {"name": f"{__name__}:{loss.__name__}"}
     with pytest.raises(Exception) as caught:
-        train(settings(output, once, steps=3, loss=chosen), rank=0, world_size=1, fake_data=True)
+        train(settings(output, once, steps=3, loss=chosen), rank=0, world_size=1, source=FakeRun)
     return caught.value
 
 
