@@ -34,10 +34,10 @@ def push_as_before(run: Run, group_id: str, rewards: list[float]) -> None:
     group = make_group(group_id=group_id, env="a", rewards=[0.0] * len(rewards))
     original = payload.encode_push(group)
     values = msgpack.unpackb(original.metadata[:-4])
-    rows = bytearray(values[10])
+    rows = bytearray(values[11])
     for i, reward in enumerate(rewards):
         struct.pack_into("<d", rows, i * ROW.size + REWARD_AT, reward)
-    values[10] = bytes(rows)
+    values[11] = bytes(rows)
     data = msgpack.packb(values)
     data += struct.pack(">I", zlib.crc32(data))
     run.push(group_id, rewards=[0.0] * len(rewards))
