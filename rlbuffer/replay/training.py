@@ -79,6 +79,11 @@ class Replay:
             if fixed:
                 raise ConfigError(f"--set {name}: {fixed}", setting=name)
         settings = settings_of(self.kept, batcher=self.batcher, changes=changes)
+        if settings.trainer.steps < self.last:
+            raise ConfigError(
+                f"step {self.last} was committed, and never trained: trainer.steps = {settings.trainer.steps}",
+                setting="trainer.steps",
+            )
         reports = {"check_ranks": True, "tensorboard": False, "wandb_project": "", "example_every": 0}
         trainer = settings.trainer.model_copy(
             update={
@@ -105,7 +110,7 @@ def planned(
     checkpoints: Path | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> Replay:
-    """Finds what a replay of steps `first` to `last` needs; None: from the first, or to the newest, that there is.
+    """Finds what a replay of steps `first` to `last` needs; None: from the first that there is, to the last trained.
 
     Args:
         checkpoints: folder of the run's checkpoints; None: where its trainer has written them.
@@ -117,7 +122,8 @@ def planned(
     archive = Archive(folder)
     if not archive.steps:
         raise ArchiveError(f"the archive {folder} has no steps")
-    last = archive.steps[-1].step if last is None else last
+    # The newest ones may have been committed ahead, and never trained.
+    last = max(trained_ms(archive), default=archive.steps[-1].step) if last is None else last
     first = archive.steps[0].step if first is None else first
     if not archive.steps[0].step <= first <= last <= archive.steps[-1].step:
         there = f"it has {archive.steps[0].step} to {archive.steps[-1].step}"
