@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.trainer import loop, publishing
+from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.weights.model import TINY_QWEN3, narrow_dtype
 from rlbuffer.weights.state import model_state
 
@@ -54,7 +55,7 @@ def main(folder: Path, dtype: str, parallel: Any) -> None:
         return write(directory, version, **values)
 
     loop.take_step, publishing.publish_model = taken, late
-    assert loop.train(settings, rank=rank, world_size=ranks, fake_data=True)
+    assert loop.train(settings, rank=rank, world_size=ranks, source=FakeRun)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ SHOWN_ROLLOUTS = 8
 @options.json_lines("One object per replay, or per version that scores.")
 def command(
     archive: str,
-    given: options.Given,
+    given: options.RunFlags,
     first: int | None,
     last: int | None,
     world_size: int | None,
@@ -308,15 +308,22 @@ def _score(
         return 0
     if jump:
         say(jump)
+    nearest = {fit.sampled_by: fit for fit in sorted(fits, key=lambda fit: -fit.rms)}
     by = plural(len(asked), "version")
     say(f"{plural(len(scored), 'rollout')} of step {step} of run {archive.run}, scored by {by}")
     echo(f"{'scored by':<11}{'sampled by':<12}{'tokens':>8}  {'rms':<10}{'ratio':<8}p99")
     for fit in fits:
-        fits_it = "  fits" if fit.rms == min(f.rms for f in fits if f.sampled_by == fit.sampled_by) else ""
+        mark = "  nearest" if fit == nearest[fit.sampled_by] else ""
         echo(
             f"{fit.version:<11}{fit.sampled_by:<12}{fit.tokens:>8,}  {fit.rms:<10.3g}{fit.ratio:<8.4g}"
-            f"{fit.p99:.4g}{fits_it}"
+            f"{fit.p99:.4g}{mark}"
         )
+    for by, fit in nearest.items():
+        if fit.version != by and by in asked:
+            say(
+                f"Version {by} is said to have sampled tokens that version {fit.version} fits better: the sampler had "
+                f"not loaded version {by}, or another one under its number."
+            )
     _list(scored, asked)
     return 0
 

@@ -12,14 +12,13 @@ from test_several_updates import settings
 
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.trainer import session
 from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 
 
 @pytest.mark.parametrize(("steps", "versions"), [(3, [0, 2, 3]), (4, [0, 2, 4])])
 def test_the_last_step_of_data_that_ends_is_published_whatever_number_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, versions: list[int]
+    tmp_path: Path, steps: int, versions: list[int]
 ) -> None:
     announced: list[int] = []
 
@@ -35,6 +34,5 @@ def test_the_last_step_of_data_that_ends_is_published_whatever_number_it_has(
             announced.append(version)
             return True
 
-    monkeypatch.setattr(session, "FakeRun", Ending)
-    assert train(settings(tmp_path, steps=9, publish={"every": 2}), rank=0, world_size=1, source=FakeRun)
+    assert train(settings(tmp_path, steps=9, publish={"every": 2}), rank=0, world_size=1, source=Ending)
     assert announced == versions

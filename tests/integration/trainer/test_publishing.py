@@ -17,7 +17,7 @@ from torch import Tensor
 from rlbuffer.errors import AttemptFenced, WeightsError
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.trainer import loop, publishing, session
+from rlbuffer.trainer import loop, publishing
 from rlbuffer.trainer.fake import FakeRun
 from rlbuffer.trainer.loop import train
 from rlbuffer.weights.layout import versions
@@ -80,7 +80,6 @@ class Heard(FakeRun):
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     noted: list[Any] = []
     monkeypatch.setattr(Heard, "events", noted, raising=False)
-    monkeypatch.setattr(session, "FakeRun", Heard)
     return noted
 
 
@@ -96,7 +95,7 @@ def test_a_version_has_the_weights_of_its_step_however_late_it_is_written(
 ) -> None:
     late = Late(monkeypatch, steps=STEPS, events=events)
     chosen = settings(tmp_path, dtype=dtype)
-    assert train(chosen, rank=0, world_size=1, fake_data=True)
+    assert train(chosen, rank=0, world_size=1, source=Heard)
     narrow = narrow_dtype(chosen.model)
     for step in range(1, STEPS + 1):
         (directory,) = versions(tmp_path / "weights")[step]
@@ -111,7 +110,7 @@ def test_an_adapter_has_the_weights_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Any]
 ) -> None:
     late = Late(monkeypatch, steps=STEPS, events=events)
-    assert train(settings(tmp_path, lora={"rank": 2}), rank=0, world_size=1, fake_data=True)
+    assert train(settings(tmp_path, lora={"rank": 2}), rank=0, world_size=1, source=Heard)
     for step in (1, 2):
         (directory,) = versions(tmp_path / "weights")[step]
         written = load_file(directory / "adapter_model.safetensors")
@@ -126,7 +125,7 @@ def test_a_step_is_acknowledged_behind_its_version_and_in_order_while_the_next_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Any], every: int
 ) -> None:
     Late(monkeypatch, steps=STEPS, events=events)
-    assert train(settings(tmp_path, publish={"every": every}), rank=0, world_size=1, fake_data=True)
+    assert train(settings(tmp_path, publish={"every": every}), rank=0, world_size=1, source=Heard)
     assert [number for what, number in events if what == "announced"] == [0, *range(every, STEPS + 1, every)]
     assert [number for what, number in events if what == "acknowledged"] == list(range(1, STEPS + 1))
     for version in range(every, STEPS, every):
@@ -153,7 +152,7 @@ def test_a_checkpoint_waits_for_the_version_of_its_step(
         return saved(*args)
 
     monkeypatch.setattr(loop, "checkpoint", noted)
-    assert train(settings(tmp_path, checkpoint={"every": 2}), rank=0, world_size=1, fake_data=True)
+    assert train(settings(tmp_path, checkpoint={"every": 2}), rank=0, world_size=1, source=Heard)
     for step in (2, STEPS):
         assert events.index(("acknowledged", step)) < events.index(("saved", step))
 
@@ -171,7 +170,7 @@ def test_what_a_version_fails_of_ends_the_trainer_behind_the_next_step(
 
     monkeypatch.setattr(publishing, "publish_model", failing)
     with pytest.raises(type(error)) as caught:
-        train(settings(tmp_path), rank=0, world_size=1, fake_data=True)
+        train(settings(tmp_path), rank=0, world_size=1, source=Heard)
     assert caught.value is error
     assert ("trained on", 3) not in events
     assert [number for what, number in events if what == "acknowledged"] == [1]
@@ -194,7 +193,6 @@ def test_a_step_that_waits_for_a_version_which_fails_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Any]
 ) -> None:
     monkeypatch.setattr(Waiting, "events", events, raising=False)
-    monkeypatch.setattr(session, "FakeRun", Waiting)
     write = publishing.publish_model
 
     def failing(folder: Path, version: int, **values: Any) -> PolicyVersion:
@@ -204,7 +202,7 @@ def test_a_step_that_waits_for_a_version_which_fails_is_not_waited_for(
 
     monkeypatch.setattr(publishing, "publish_model", failing)
     with pytest.raises(WeightsError, match="of another kind"):
-        train(settings(tmp_path), rank=0, world_size=1, fake_data=True)
+        train(settings(tmp_path), rank=0, world_size=1, source=Waiting)
 
 
 def test_a_version_for_which_there_is_no_room_is_written_again_while_a_step_waits_for_it(
@@ -216,12 +214,11 @@ def test_a_version_for_which_there_is_no_room_is_written_again_while_a_step_wait
 ) -> None:
     caplog.set_level("INFO", "rlbuffer")
     monkeypatch.setattr(Waiting, "events", events, raising=False)
-    monkeypatch.setattr(session, "FakeRun", Waiting)
     with During(
         (lambda: ("announced", 1) in events, lambda: disk(True)),
         (lambda: waits(caplog), lambda: disk(False)),
     ):
-        assert train(settings(tmp_path, steps=9), rank=0, world_size=1, fake_data=True)
+        assert train(settings(tmp_path, steps=9), rank=0, world_size=1, source=Waiting)
     assert len(waits(caplog)) == 1
     assert f"there is room in {tmp_path} again: training goes on" in caplog.messages
     assert recorded(tmp_path) == list(range(1, 10))
@@ -229,7 +226,7 @@ def test_a_version_for_which_there_is_no_room_is_written_again_while_a_step_wait
 
 
 def test_a_record_says_what_the_stages_of_the_newest_version_took(tmp_path: Path) -> None:
-    assert train(settings(tmp_path), rank=0, world_size=1, fake_data=True)
+    assert train(settings(tmp_path), rank=0, world_size=1, source=FakeRun)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["published"] for line in lines] == [0, 1, 2, 3]
     assert lines[-1]["publish_seconds"].keys() == {"gather", "write", "hash", "delta", "flush", "announce"}
