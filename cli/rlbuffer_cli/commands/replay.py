@@ -309,8 +309,8 @@ def _score(
     if jump:
         say(jump)
     nearest = {fit.sampled_by: fit for fit in sorted(fits, key=lambda fit: -fit.rms)}
-    by = plural(len(asked), "version")
-    say(f"{plural(len(scored), 'rollout')} of step {step} of run {archive.run}, scored by {by}")
+    scorers = plural(len(asked), "version")
+    say(f"{plural(len(scored), 'rollout')} of step {step} of run {archive.run}, scored by {scorers}")
     echo(f"{'scored by':<11}{'sampled by':<12}{'tokens':>8}  {'rms':<10}{'ratio':<8}p99")
     for fit in fits:
         mark = "  nearest" if fit == nearest[fit.sampled_by] else ""
