@@ -60,6 +60,7 @@ class Replay:
     checkpoint: Path | None
     """Its folder."""
     world_size: int
+    """Ranks that the run had."""
     notes: tuple[str, ...]
     """What is not as it was when the run was made, a sentence each."""
 
@@ -106,7 +107,6 @@ def planned(
     *,
     first: int | None = None,
     last: int | None = None,
-    world_size: int | None = None,
     checkpoints: Path | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> Replay:
@@ -142,7 +142,7 @@ def planned(
         last=last,
         begin=begin,
         checkpoint=checkpoint,
-        world_size=world_size or int(attempt.get("world_size", kept["trainer"]["world_size"])),
+        world_size=int(attempt.get("world_size", kept["trainer"]["world_size"])),
         notes=tuple(_notes(archive, attempt, number, last)),
     )
 

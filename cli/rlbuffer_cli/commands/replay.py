@@ -89,7 +89,7 @@ def command(
     if versions is not None:
         raise click.UsageError("--versions goes with --score STEP")
     variants = _variants(changes)
-    replay = planned(archive, first=first, last=last, world_size=world_size, checkpoints=checkpoints, given=kept)
+    replay = planned(archive, first=first, last=last, checkpoints=checkpoints, given=kept)
     _head(replay)
     is_list = len(variants) > 1
     rows = []
