@@ -13,56 +13,35 @@ from typing import Any, cast
 
 from rlbuffer.archive.library import Archive
 from rlbuffer.archive.rows import payload_of
-from rlbuffer.archive.schema import steps_names
 from rlbuffer.client.serverless import Serverless
 from rlbuffer.client.step_pull import StepPull
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ArchiveError, CheckpointError
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.store.keys import Keys
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.step_format import decode_header, decode_part
 from rlbuffer.store.viewer import GROUP_FIELD, Viewer
 
 
 class ArchiveStore:
-    """What a pull asks of a server, answered from the files of an archive. One step is in memory at a time; steps are
-    asked for in their order."""
+    """What a pull asks of a server, answered from the files of an archive. One step is in memory at a time."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
-        self._steps = {step.step: step for step in archive.steps}
-        self._names = {name.file(): name for name in steps_names(archive.folder)}
-        self._prefix = Keys(archive.run).payload_prefix
-        self._file, self._number = "", 0
-        self._headers: dict[str, Mapping[str, Any]] = {}
-        """Digest -> row, of the steps of the open file."""
-        self._rows: Iterator[tuple[int, Iterator[Mapping[str, Any]]]] = iter(())
-        """What is left of the rollouts of the open file, by step."""
-        self._payloads: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._parts: Sequence[StepPart] = ()
+        self._rows: dict[tuple[str, str], Mapping[str, Any]] = {}
         """(payload key, field) -> row, of the step at hand."""
         self._groups: dict[str, bytes] = {}
-        self._parts: list[StepPart] = []
+        """Payload key -> encoded group part of the push."""
 
     def header(self, number: int) -> StepHeader:
-        """Goes to a step that counts. Raises ArchiveError where it is not there, or cannot be read."""
-        step = self._steps.get(number)
-        if step is None:
-            raise ArchiveError(f"the archive {self._archive.folder} has no step {number}")
-        if step.file != self._file or number <= self._number:  # it is asked for again: the rows are read anew
-            name = self._names[step.file]
-            self._file = step.file
-            self._headers = {row["digest"]: row for row in self._archive.step_rows(name)}
-            self._rows = groupby(self._archive.rows(name.file("rollouts")), key=lambda row: int(row["step"]))
-        self._number = number
-        row = self._headers[step.digest]
-        self._parts = [decode_part(part, self._prefix) for part in row["parts"]]
-        rows: list[Mapping[str, Any]] = next((list(rows) for at, rows in self._rows if at == number), [])
-        self._payloads = {(row["payload_key"], str(row["index"])): row for row in rows}
+        """Goes to a step that counts. Raises NotFound; ArchiveError where it cannot be read."""
+        header, self._parts = self._archive.step(number)
+        rows = [row for rollout in self._archive.rollouts(number) for row in rollout.rows]
+        self._rows = {(row["payload_key"], str(row["index"])): row for row in rows}
         self._groups = {r["payload_key"]: r["group_payload"] for r in rows if r["group_payload"] is not None}
-        return decode_header(row["header"], digest=step.digest, committed_ms=step.committed_ms)[0]
+        return header
 
     def read_parts(self, step: int, ranks: Sequence[int] | None = None) -> list[StepPart]:
         """As :meth:`rlbuffer.store.viewer.Viewer.read_parts`, of the step at hand."""
@@ -75,7 +54,7 @@ class ArchiveStore:
     def _field(self, key: str, name: str) -> bytes | None:
         if name == GROUP_FIELD:
             return self._groups.get(key)
-        row = self._payloads.get((key, name))
+        row = self._rows.get((key, name))
         return None if row is None else payload_of(row)
 
 

@@ -153,7 +153,7 @@ def trained_ms(archive: Archive) -> dict[int, int]:
     return {
         numbers[row["digest"]]: row["at_ms"]
         for _, _, name in history_names(archive.folder, "trained")
-        for row in archive.history_rows(name)
+        for row in archive.table(name)
         if row["digest"] in numbers
     }
 
