@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rlbuffer.client.buffer import Buffer
     from rlbuffer.records.rollout import Rollout
     from rlbuffer.records.step_header import StepHeader
+    from rlbuffer.store.records import PartRollout
 
 MOST_QUESTIONS, MOST_OF_A_QUESTION = 20_000, 200
 """Groups whose questions are kept, and characters of each."""
@@ -170,8 +171,7 @@ class WholeRun:
         retired = self.buffer.store.meta().retired
         for step in reversed(archive.steps):
             if step.step <= retired and chosen.allows("step", step.step):
-                for group in archive.groups(step.step):
-                    detail = detail_of(archive, group)
+                for _, detail in details_of(archive, archive.groups(step.step)):
                     if chosen.matches(detail.view, detail.members):
                         yield detail
 
@@ -185,30 +185,40 @@ class WholeRun:
 
 def detail_of(archive: Archive, group: ArchivedGroup) -> GroupDetail:
     """A group of the archive as `inspect` shows groups."""
-    header, parts = (None, ()) if group.step is None else archive.step(group.step)
-    places = places_of(parts, group.group_id)
-    members = tuple(_member(archived, places) for archived in group.members)
-    return GroupDetail(
-        view=_view(group, header, members), members=members, answer=group.answer, metadata=group.metadata
-    )
+    ((_, detail),) = details_of(archive, [group])
+    return detail
 
 
-def _view(group: ArchivedGroup, header: StepHeader | None, members: Sequence[RolloutView]) -> GroupView:
-    """By its record in the history, or by its step, as a server's groups."""
+def details_of(archive: Archive, groups: Iterable[ArchivedGroup]) -> Iterator[tuple[ArchivedGroup, GroupDetail]]:
+    """Each with what `inspect` shows of it; those of one step stand together, and it is read once."""
+    for step, of_step in groupby(groups, key=lambda group: group.step):
+        header, parts = (None, ()) if step is None else archive.step(step)
+        places = places_of(parts)
+        for group in of_step:
+            yield group, _detail(group, header, places)
+
+
+def _detail(
+    group: ArchivedGroup, header: StepHeader | None, places: Mapping[tuple[str, int], StepPlace]
+) -> GroupDetail:
     rollouts = [archived.refs for archived in group.members]
+    members = tuple(_member(archived, refs, places) for archived, refs in zip(group.members, rollouts, strict=True))
     if group.dropped is not None:
         infos = [folded([ref.info for ref in refs]) for refs in rollouts]
-        return dropped_view(group.dropped.whole_record, group.dropped.committed, infos)
-    assert header is not None  # of a group that was not dropped
-    used = [refs for refs, member in zip(rollouts, members, strict=True) if not member.left_out]
-    view = consumed_view(chain.from_iterable(used or rollouts), header, trained=header.step)
-    if not used:
-        view = replace(view, state=State.DROPPED, reason=members[0].left_out)
-    return replace(view, detail=left_out_in_words(members))
+        view = dropped_view(group.dropped.whole_record, group.dropped.committed, infos)
+    else:
+        assert header is not None  # of a group that was not dropped
+        used = [refs for refs, member in zip(rollouts, members, strict=True) if not member.left_out]
+        view = consumed_view(chain.from_iterable(used or rollouts), header, trained=header.step)
+        view = view if used else replace(view, state=State.DROPPED, reason=members[0].left_out)
+        view = replace(view, detail=left_out_in_words(members))
+    return GroupDetail(view=view, members=members, answer=group.answer, metadata=group.metadata)
 
 
-def _member(archived: ArchivedRollout, places: Mapping[tuple[str, int], StepPlace]) -> RolloutView:
-    row, refs = archived.row, archived.refs
+def _member(
+    archived: ArchivedRollout, refs: Sequence[PartRollout], places: Mapping[tuple[str, int], StepPlace]
+) -> RolloutView:
+    row = archived.row
     try:
         rollout = archived.rollout
     except PayloadError:

@@ -17,7 +17,7 @@ from typing import Any
 from pyarrow.compute import field, scalar, starts_with
 from pyarrow.dataset import ParquetFileFormat, ParquetFragmentScanOptions, dataset
 
-from rlbuffer.archive.rows import ROWS_AT_ONCE, opened, payload_of, rows_in, rows_of
+from rlbuffer.archive.rows import opened, payload_of, rows_in, rows_of
 from rlbuffer.archive.schema import (
     ARCHIVE_FORMAT,
     FORMAT_KEY,
@@ -45,6 +45,8 @@ _LIGHT = (
     *("step", "epoch", "digest", "previous_digest", "committed_ms", "revision", "rollouts", "tokens", "reward"),
     *("age", "max_age", "fill"),
 )
+ROWS_SCANNED = 1024
+"""Rows that are read before a filter chooses among them; a row group bounds their bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +178,6 @@ class Archive:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._names = steps_names(self.folder)
-        self._last: tuple[StepHeader, tuple[StepPart, ...]] | None = None
-        """The step that was asked for last: its groups are looked at one after the other."""
         if not self._names and not history_names(self.folder):
             raise ArchiveError(f"{self.folder} holds no archive: it has no file steps-*.parquet")
 
@@ -226,13 +226,11 @@ class Archive:
 
     def step(self, number: int) -> tuple[StepHeader, tuple[StepPart, ...]]:
         """The header and the parts of a step that counts. Raises NotFound."""
-        if self._last is None or self._last[0].step != number:
-            archived = self._archived(number)
-            rows = self.table(archived.file, ("digest", "committed_ms", "header", "parts"))
-            row = next(row for row in rows if row["digest"] == archived.digest)
-            prefix = Keys(self.run).payload_prefix
-            self._last = _header(row), tuple(decode_part(part, prefix) for part in row["parts"])
-        return self._last
+        archived = self._archived(number)
+        rows = self.table(archived.file, ("digest", "committed_ms", "header", "parts"))
+        row = next(row for row in rows if row["digest"] == archived.digest)
+        prefix = Keys(self.run).payload_prefix
+        return _header(row), tuple(decode_part(part, prefix) for part in row["parts"])
 
     def rollouts(self, step: int, *, left_out: bool = False) -> Iterator[ArchivedRollout]:
         """The rollouts of a step, by group, or those that its groups hold besides, with why they were left out.
@@ -431,10 +429,9 @@ class Archive:
 
 def _scanned(path: Path, chosen: Any) -> Any:
     checked = ParquetFragmentScanOptions(page_checksum_verification=True, use_buffered_stream=True)
-    format = ParquetFileFormat(default_fragment_scan_options=checked)
-    return dataset(path, format=format).scanner(
-        filter=chosen, batch_size=ROWS_AT_ONCE, batch_readahead=1, fragment_readahead=1
-    )
+    files = dataset(path, format=ParquetFileFormat(default_fragment_scan_options=checked))
+    # Of files and batches one more than the one at hand is read: none would wait for ever.
+    return files.scanner(filter=chosen, batch_size=ROWS_SCANNED, batch_readahead=1, fragment_readahead=1)
 
 
 def _beside(file: str) -> str:

@@ -76,7 +76,7 @@ def detail_of(
     unused = left.rollout_ids if left is not None else ()
     parts = [] if view.step is None else _parts_of(store, view.step)
     refs = stand_ins(sources) if sources or view.step is None else _named(parts, view.group_id, unused)
-    places = places_of(parts, view.group_id)
+    places = places_of(parts)
     rollouts = by_rollout(refs)
     payloads = iter(store.read_payloads([*chain.from_iterable(rollouts)]) if refs else [])
     members = tuple(

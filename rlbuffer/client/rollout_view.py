@@ -181,14 +181,13 @@ def view_of(
     )
 
 
-def places_of(parts: Iterable[StepPart], group_id: str) -> dict[tuple[str, int], StepPlace]:
-    """(payload key, index) -> place in the step, of the sequences of a group."""
+def places_of(parts: Iterable[StepPart]) -> dict[tuple[str, int], StepPlace]:
+    """(payload key, index) -> place in the step, of every sequence."""
     return {
-        (ref.payload_key, ref.index): StepPlace(part.rank, number)
+        (part.rollouts[at].payload_key, part.rollouts[at].index): StepPlace(part.rank, number)
         for part in parts
         for number, row in enumerate(row for rows in part.rows for row in rows)
-        for ref in (part.rollouts[at] for at in row)
-        if ref.group_id == group_id
+        for at in row
     }
 
 

@@ -106,13 +106,12 @@ def _of_archive(folder: Path, where: str, gone: list[str]) -> MatchingGroups:
     from rlbuffer.archive import Archive
     from rlbuffer.archive.groups import pushes_of
     from rlbuffer.client.filters import parse
-    from rlbuffer_cli.whole_run import detail_of
+    from rlbuffer_cli.whole_run import details_of
 
     filtered, archive = parse(where), Archive(folder)
 
     def chosen() -> Iterator[tuple[ArchivedGroup, GroupDetail]]:
-        for group in archive.all_groups():
-            detail = detail_of(archive, group)
+        for group, detail in details_of(archive, archive.all_groups()):
             if filtered.matches(detail.view, detail.members):
                 yield group, detail
 

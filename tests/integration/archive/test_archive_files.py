@@ -24,7 +24,7 @@ from rlbuffer.archive.writer import ArchiveWriter
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import encode_push
-from rlbuffer_cli.whole_run import detail_of
+from rlbuffer_cli.whole_run import detail_of, details_of
 
 pytest_plugins = ["store_fixtures"]
 
@@ -184,6 +184,11 @@ def test_every_group_comes_out_and_each_file_is_read_once(
     monkeypatch.setattr(Archive, "rows", counted)
     groups = [*archive.all_groups()]
     assert len(read) == len(set(read)) == 4
+    asked: list[int] = []
+    step = Archive.step
+    monkeypatch.setattr(Archive, "step", lambda self, number: asked.append(number) or step(self, number))
+    assert [group for group, _ in details_of(archive, groups)] == groups
+    assert asked == [1, 2, 3, 4, 5]  # once for the groups of each
     steps = {name: step for step, group_id in enumerate(trained, 1) for name in (group_id, f"{group_id}.more")}
     assert {group.group_id: group.step for group in groups} == steps | dict.fromkeys(dropped)
     for group in groups:
