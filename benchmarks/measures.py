@@ -84,9 +84,11 @@ def moves() -> dict[str, list[str]]:
     stop, turn = threading.Event(), Leadership.turn
     buffer: Buffer = rlbuffer.connect(f"memory://{uuid.uuid4().hex}", run="measured")
 
+    groups = [make_group(env="math", rewards=[0.0, 1.0], group_id=f"g{number}") for number in range(4)]
+
     def push(*numbers: int) -> None:
         for number in numbers:
-            writer.push(make_group(env="math", rewards=[0.0, 1.0], group_id=f"g{number}"))
+            writer.push(groups[number])
 
     def hear(line: dict[str, Any]) -> None:
         if line["event"] == "step":
