@@ -22,6 +22,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer.store.records import PartRollout, by_rollout
 from rlbuffer_cli import look
+from rlbuffer_cli.drift import DRIFT
 from rlbuffer_cli.open_rollouts import OPEN, open_record, standing
 from rlbuffer_cli.plots import small_charts, trends
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS
@@ -419,5 +420,5 @@ WORST = View(
         Column("prompt", lambda row: row.member.prompt_id, at=WIDE),
     ),
 )
-VIEWS = {view.name: view for view in (GROUPS, STEPS, PROCESSES, ENVS, PROBLEMS, OPEN)}
+VIEWS = {view.name: view for view in (GROUPS, STEPS, PROCESSES, ENVS, PROBLEMS, OPEN, DRIFT)}
 """Those that can be listed, by name."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,9 @@ from rlbuffer.config.loading import Loaded, meant_run
 from rlbuffer.config.memory_needs import FULL_SHARE, memory_bytes, mib
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, RlbufferError, RunGone, ServerUnreachable, ServerUnsuitable
+from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import duration, plural, printable
+from rlbuffer.state.verdicts import JUDGED_STEPS, VERDICTS, WRONG, newest_steps, sampler_fact, verdicts
 from rlbuffer.store.history import Committed
 from rlbuffer.store.keys import EARLY_SHARE, SCHEMA
 from rlbuffer.store.server import embedded
@@ -317,13 +319,18 @@ def clock(c: Context) -> Iterator[Finding]:
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
+def _runs(c: Context) -> Mapping[str, float]:
+    """The runs on the server, and when each was begun."""
+    try:
+        return Viewer(c.server, c.settings.run, patience_seconds=0).runs()
+    except ServerUnsuitable:  # a role's user reads its own run alone
+        return {}
+
+
 @check("run")
 def run(c: Context) -> Iterator[Finding]:
     """The run that is meant can be read, and goes on."""
-    try:
-        names = Viewer(c.server, c.settings.run, patience_seconds=0).runs()
-    except ServerUnsuitable:  # a role's user reads its own run alone
-        names = {}
+    names = _runs(c)
     name = meant_run(c.loaded, names)
     store = Viewer(c.server, name, patience_seconds=0)
     try:
@@ -337,6 +344,26 @@ def run(c: Context) -> Iterator[Finding]:
         return
     with suppress(ServerUnsuitable):  # what it waits for, not every user may read
         yield from stands_still(store, opened=names.get(name, 0.0))
+
+
+@check("run")
+def learning(c: Context) -> Iterator[Finding]:
+    """What the trainer measured in its last steps has no cause for which a run learns wrongly."""
+    try:
+        store = Viewer(c.server, meant_run(c.loaded, _runs(c)), patience_seconds=0)
+        trained = newest_steps(store.history(JUDGED_STEPS, of="records"))
+    except (RunGone, ServerUnsuitable):  # not every user may read it
+        return
+    yield from judged(trained)
+
+
+def judged(trained: Sequence[StepRecord]) -> Iterator[Finding]:
+    """The causes that these steps name, in their order; else how far off the sampler is, where they know."""
+    named = verdicts(trained)
+    for problem in named:
+        yield (failure if problem.kind in WRONG else warning)(printable(str(problem)))
+    if not named and trained and (fact := sampler_fact(trained[-1])):
+        yield ok(fact)
 
 
 def stands_still(store: Viewer, *, opened: float) -> Iterator[Finding]:
@@ -356,7 +383,8 @@ def stands_still(store: Viewer, *, opened: float) -> Iterator[Finding]:
             yield warning(text, fix="Start `rlbuffer serve`")
         return
     for problem in state.problems:
-        yield warning(printable(str(problem)), fix=fix)
+        if problem.kind not in VERDICTS:
+            yield warning(printable(str(problem)), fix=fix)
     times = [record["at"] for record in state.history if record.get("event") == Committed.event]
     gaps = [later - earlier for later, earlier in pairwise(times)]
     limit = max(STALL_SECONDS, STALL_STEPS * median(gaps)) if gaps else FIRST_STEP_SECONDS

@@ -12,9 +12,10 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import plural
+from rlbuffer.state.verdicts import JUDGED_STEPS, OF_LEARNING, newest_steps, verdicts
 from rlbuffer.store.history import Committed
 
-LAST_STEPS, LEAST_STEPS = 20, 10
+LAST_STEPS, LEAST_STEPS = JUDGED_STEPS, 10
 """Steps that are looked at, and from how many on something is said."""
 MOST_FLAT = 0.9
 """Share of flat groups from which a run learns nothing."""
@@ -65,6 +66,17 @@ def nothing_to_learn(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mappi
     reward = mean_reward(steps)
     mean = "" if reward is None else f", and the mean reward is {reward:.3f}"
     return Problem(kind=Trouble.NO_LESSON, detail=f"{', '.join(facts)}{mean}")
+
+
+def lessons(steps: Iterable[Mapping[str, Any]], trained: Sequence[Mapping[str, Any]]) -> tuple[Problem, ...]:
+    """What must be cured for the run to learn, by its newest steps: causes by name, else that it learns nothing.
+
+    Args:
+        steps, trained: as of :func:`nothing_to_learn`.
+    """
+    named = verdicts(newest_steps(trained))
+    nothing = None if any(problem.kind in OF_LEARNING for problem in named) else nothing_to_learn(steps, trained)
+    return named if nothing is None else (*named, nothing)
 
 
 def alone(header: StepHeader, config: Mapping[str, Any]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlbuffer.client.lessons import LAST_STEPS, last_steps, nothing_to_learn
+from rlbuffer.client.lessons import LAST_STEPS, last_steps, lessons
 from rlbuffer.daemon.env_stats import EnvStats
 from rlbuffer.process.identity import identity
 from rlbuffer.process.logs import RateLimited, fields
@@ -58,10 +58,10 @@ class Reporter:
         self._drops: dict[str, list[int]] = {}
         self._steps: deque[Mapping[str, Any]] = deque(maxlen=LAST_STEPS)
         """Records of the newest steps, the newest first."""
-        self._lesson: Problem | None = None
-        """Nothing is to be learned from them."""
+        self._lessons: tuple[Problem, ...] = ()
+        """What keeps the run from learning, by them."""
         self._is_unread, self._read_at = False, float("-inf")
-        """A step was committed since the lesson was read; and when (monotonic) that was."""
+        """A step was committed since the lessons were read; and when (monotonic) that was."""
 
     def forget(self) -> None:
         """A new leadership: says again why there is no step, and counts from 0."""
@@ -70,11 +70,11 @@ class Reporter:
         self._drops = {}
         self._steps.clear()
         self._steps.extend(last_steps(self._store.history(READ_RECORDS)))
-        self._read_lesson(time.monotonic())
+        self._read_lessons(time.monotonic())
 
-    def _read_lesson(self, now: float) -> None:
+    def _read_lessons(self, now: float) -> None:
         trained = self._store.history(LAST_STEPS, of="records")  # a step or two behind
-        self._lesson = nothing_to_learn(self._steps, trained)
+        self._lessons = lessons(self._steps, trained)
         self._is_unread, self._read_at = False, now
 
     def say(
@@ -90,8 +90,8 @@ class Reporter:
         """
         now = time.monotonic()
         if self._is_unread and now - self._read_at > TELEMETRY_SECONDS:
-            self._read_lesson(now)
-        problems = [*problems, *self.stats.problems, *([self._lesson] if self._lesson else [])]
+            self._read_lessons(now)
+        problems = [*problems, *self.stats.problems, *self._lessons]
         if waiting is None or waiting.key != self._lasts[0]:
             self._lasts = None if waiting is None else waiting.key, now
         elif waiting.kind is Wait.VERSION:

@@ -215,6 +215,15 @@ class Trouble(StrEnum):
     ARCHIVE = "archive"
     NO_LESSON = "no_lesson"
     LONG_LOST = "long_lost"
+    SAMPLER_NUMERICS = "sampler_numerics"
+    STUCK_WEIGHTS = "stuck_weights"
+    OTHER_TEMPERATURE = "other_temperature"
+    SUPPORT_MISSING = "support_missing"
+    OTHER_SAMPLING = "other_sampling"
+    RATE_TOO_HIGH = "rate_too_high"
+    COLLAPSED = "collapsed"
+    CONSTANT_REWARD = "constant_reward"
+    TRUNCATION = "truncation"
     UNREADABLE = "unreadable"
 
 
@@ -483,6 +492,31 @@ def _without_batcher(w: Waiting) -> str:
     )
 
 
+_OF_SAMPLER = {
+    Trouble.SAMPLER_NUMERICS: (
+        "The sampler computes other numbers than the trainer",
+        "Compare dtype, quantization and kernels of both. Where older tokens are no further off, look for old weights.",
+    ),
+    Trouble.STUCK_WEIGHTS: (
+        "New weights do not arrive in the sampler, though it says so",
+        "Look at what its engine does with a load (its log), and restart it; what stays then is its numbers.",
+    ),
+    Trouble.OTHER_TEMPERATURE: (
+        "Sampler and trainer differ in temperature",
+        "Give both the same: worker.NAME.temperature and trainer.temperature, or a column temperatures.",
+    ),
+    Trouble.SUPPORT_MISSING: (
+        "The sampler draws from fewer tokens than the trainer computes with",
+        "Sample with top_p = 1, or with top_k, whose tokens are recorded, or push a column support.",
+    ),
+    Trouble.OTHER_SAMPLING: (
+        "Tokens are not drawn as their logprobs say",
+        "A temperature, top_p or penalty acts behind the logprobs: take processed ones, or sample without it.",
+    ),
+}
+"""What is wrong, and what cures it, of those that tokens of age 0 show."""
+
+
 def _problem(p: Problem) -> str:
     match p.kind:
         case Trouble.ENV_FAILS:
@@ -544,6 +578,39 @@ def _problem(p: Problem) -> str:
                 f"{p.env} loses its long rollouts: {p.detail} of the longest tenth of its last groups were trained, "
                 'the others came too late for their last step. batcher.slow = "wait" trains them, with a '
                 "batcher.slow_wait_seconds that they fit into; a larger batcher.max_age loses fewer."
+            )
+        case (
+            Trouble.SAMPLER_NUMERICS
+            | Trouble.STUCK_WEIGHTS
+            | Trouble.OTHER_TEMPERATURE
+            | Trouble.SUPPORT_MISSING
+            | Trouble.OTHER_SAMPLING
+        ):
+            what, cure = _OF_SAMPLER[p.kind]
+            return f"{what}, by steps {p.step - 1} and {p.step}: {p.detail}. {cure} Look: `rlbuffer inspect drift`."
+        case Trouble.RATE_TOO_HIGH:
+            return (
+                f"The learning rate is far too high, by steps {p.step - 1} and {p.step}: {p.detail}. Lower "
+                "trainer.optimizer.learning_rate, and go back to a checkpoint before it. Look: `rlbuffer inspect "
+                "drift`."
+            )
+        case Trouble.COLLAPSED:
+            return (
+                f"The policy gives one answer, by steps {p.step - 1} and {p.step}: {p.detail}. If that reward is the "
+                "best there is, end the run; else go back to a checkpoint before it, and lower the learning rate or "
+                "raise trainer.loss.entropy_bonus. Look: `rlbuffer plot entropy`."
+            )
+        case Trouble.CONSTANT_REWARD:
+            return (
+                f"Nothing tells rollouts of {p.env} apart, by steps {p.step - 1} and {p.step}: {p.detail}. If that is "
+                "the best there is, take harder prompts; else mend what scores them. Look: `rlbuffer inspect --where "
+                f"'env:{p.env}'`."
+            )
+        case Trouble.TRUNCATION:
+            return (
+                f"Answers of {p.env} are cut off, by steps {p.step - 1} and {p.step}: {p.detail}. Raise its "
+                "max_new_tokens, see that its stop tokens are the model's, or that the reward does not pay for length. "
+                f"Look: `rlbuffer inspect --where 'env:{p.env} stop:length'`."
             )
         case Trouble.UNREADABLE:
             return (

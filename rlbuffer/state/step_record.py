@@ -15,6 +15,11 @@ from rlbuffer.state.metric import Metric, metric, metrics
 ByEnv = Mapping[str, float | None]
 DRIFT_AGES = ("0", "1", "2", "3", "4", "rest")
 """Ages that have a row of their own in `StepRecord.drift`; older tokens share one."""
+DRIFT_NUMBERS = (
+    *("tokens", "ratio", "ratio_error", "far", "mean", "rms", "kl", "slope", "slope_error", "fit"),
+    *("surprise", "surprise_error", "entropy", "clipped", "corrected"),
+)
+"""The numbers of a row."""
 _KINDS: Mapping[type, Any] = {
     int: int,
     float: int | float,

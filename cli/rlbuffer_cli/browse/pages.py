@@ -21,7 +21,8 @@ from rlbuffer_cli.browse.tokens import SHOWN_TEXT, TOKENS_PER_WINDOW
 from rlbuffer_cli.tables import VIEWS
 from rlbuffer_cli.text import as_json, broken
 
-VIEW_KEYS = "".join(f"{view.press:<4}{view.name:<11}" for view in VIEWS.values() if view.press).rstrip()
+KEYED = [f"{view.press:<4}{view.name:<11}" for view in VIEWS.values() if view.press]
+VIEW_KEYS = "\n  ".join("".join(KEYED[at : at + 5]).rstrip() for at in range(0, len(KEYED), 5))
 ANSWERS = "\n".join(f"  {view.name:<10} {view.answers}" for view in VIEWS.values())
 HELP = f"""
 What each screen answers

@@ -55,8 +55,8 @@ def command(
     --limit, it prints.
 
     Without ID: the run, its envs, and its groups: those in the pool, then those in steps, then dropped ones, the newest
-    of each first. TABLE is another one: steps, processes, envs, problems, or open, the rollouts that agents are at work
-    on. With the ID of a group: its rollouts. With
+    of each first. TABLE is another one: steps, drift (trainer against sampler, by the age of tokens), processes, envs,
+    problems, or open, the rollouts that agents are at work on. With the ID of a group: its rollouts. With
     the ID of a rollout (GROUP/INDEX): its tokens; with those of two of a group: where they part. The beginning of an ID
     is enough where it is unique. Without --run, the run that was opened last. What the server has let go comes from
     --archive, or from the archive that `serve` says it writes.

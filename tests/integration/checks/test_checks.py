@@ -108,6 +108,7 @@ ELSEWHERE = {
         "functions",
     ),  # below, test_placement, test_odd_hosts, test_imports
     *("server", "failover", "server-memory", "persistence", "clock", "run"),  # test_doctor, test_sentinels
+    "learning",  # test_what_teaches
     "server-settings",  # test_doctor
 }
 

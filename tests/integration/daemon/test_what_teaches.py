@@ -13,16 +13,21 @@ from looks import lines_of
 from store_runs import Run
 
 import rlbuffer
-from rlbuffer.checks.server import stands_still
+from rlbuffer.checks.server import judged, stands_still
 from rlbuffer.client.lessons import LEAST_STEPS
 from rlbuffer.client.reader import Reader
 from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.waiting import Trouble
+from rlbuffer.state.step_record import DRIFT_NUMBERS
+from rlbuffer.state.verdicts import newest_steps
 from rlbuffer.testing import make_group
+from rlbuffer_cli.drift import DRIFT
 from rlbuffer_cli.run_tables import READ_RECORDS
+from rlbuffer_cli.table import Printed
 from rlbuffer_cli.view import run_view
+from rlbuffer_cli.whole_run import WholeRun
 
 pytest_plugins = ("store_fixtures",)
 
@@ -117,14 +122,15 @@ def test_a_loop_of_ones_own_hears_at_its_first_step_that_groups_of_one_teach_not
     assert not told or told[0].startswith("step 1: ")
 
 
-def seen(run: Run) -> tuple[str, list[str]]:
-    """The lesson that `top` shows, and what `doctor` finds of it."""
+def seen(run: Run, kind: Trouble = Trouble.NO_LESSON) -> tuple[str, list[str]]:
+    """The problem of this kind that `top` shows, and what `doctor` finds of it."""
     with rlbuffer.connect(run.url, run=run.store.run) as buffer:
         state = read_run_state(buffer.store, history=READ_RECORDS)
-    problem = next((p for p in state.problems if p.kind is Trouble.NO_LESSON), None)
+    problem = next((p for p in state.problems if p.kind is kind), None)
     lesson = "" if problem is None else str(problem)
     assert lesson in "\n".join(lines_of(run_view(state)))
-    texts = [finding.text for finding in stands_still(run.store, opened=0.0)]
+    judgement = judged(newest_steps(run.store.history(of="records")))
+    texts = [finding.text for finding in (*stands_still(run.store, opened=0.0), *judgement)]
     return lesson, [text for text in texts if text == lesson]
 
 
@@ -173,3 +179,30 @@ def test_a_run_that_learns_is_not_said_to_learn_nothing(served: Served) -> None:
         push(run, f"a.{number}", (), best=1.0)
         served.wait_for(lambda number=number: len(served.said("step")) == number)
     assert seen(run)[0] == ""
+
+
+OFF = dict.fromkeys(DRIFT_NUMBERS, 0.0) | {"tokens": 900.0, "ratio": 1.0, "ratio_error": 0.01, "surprise_error": 1.0}
+
+
+def test_a_cause_that_two_steps_name_is_said_in_top_and_by_doctor_and_shown_by_age(served: Served) -> None:
+    run = served.run
+    start_trainer(run)
+    served.serve(rlbuffer.BatcherConfig(64, step_groups=1, max_age=99, lookahead=99))
+    for number, rms in ((1, 0.001), (2, 0.04), (3, 0.04)):
+        assert seen(run, Trouble.SAMPLER_NUMERICS)[0] == ""
+        drift = {"0": OFF | {"rms": rms}}
+        run.store.add_record({"step": number, "digest": "", "bfloat16_rms": 0.01, "drift": drift})
+        push(run, f"a.{number}", (), best=1.0)
+        served.wait_for(lambda number=number: len(served.said("step")) == number)
+    problem, found = served.wait_for(lambda: (both := seen(run, Trouble.SAMPLER_NUMERICS))[0] and both)
+    assert found == [problem]
+    assert "0.0400 (rms, nats), 4.0 times what bfloat16 changes" in problem
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        whole = WholeRun(buffer, None)
+        rows = DRIFT.read(whole, "", 2)
+        assert [(row.record.step, row.number("rms")) for row in rows] == [(3, 0.04), (2, 0.04)]
+        assert [row.record.step for row in DRIFT.read(whole, "2", 9)] == [2]
+        text = "\n".join(lines_of(Printed(DRIFT, DRIFT.read(whole, "", 9))))
+        assert "0.0010" in text
+        assert "0.0400" in text
+        assert problem in "\n".join(str(line) for line in DRIFT.above(whole, DRIFT.read(whole, "", 9), 100))
