@@ -126,6 +126,16 @@ def loss(c: Context) -> Iterator[Finding]:
         yield warning(f"trainer.loss.name = {chosen.name!r}: {sentence}", *names)
 
 
+@check("gateway.engines trainer.lora.rank trainer.lora.path")
+def agents(c: Context) -> Iterator[Finding]:
+    """Agents are answered by the weights that are trained."""
+    lora = c.settings.trainer.lora
+    if c.settings.gateway.engines and lora.is_used:
+        text = "a gateway's engines would sample from the base model of the adapter that is trained"
+        fix = "Agents are answered by whole weights alone: train without trainer.lora, or leave gateway.engines out."
+        yield failure(text, "trainer.lora.path" if lora.path else "trainer.lora.rank", "gateway.engines", fix=fix)
+
+
 @check("eval.NAME.samples eval.NAME.temperature")
 def samples(c: Context) -> Iterator[Finding]:
     """Several rollouts of a prompt can differ."""

@@ -23,6 +23,8 @@ import numpy as np
 from aiohttp import web
 from chat_templates import FAMILIES, Family, decoded, encoded
 
+from rlbuffer.worker.samplers.base import ADAPTER_NAME
+
 WORDS = ("a", "tree", "the", "answer", "is", "user", "look_up", "think", "of", "name")
 QWEN3 = next(family for family in FAMILIES if family.name == "qwen3")
 SGLANG = "sglang"
@@ -80,6 +82,8 @@ class FakeEngine:
     refuses: Callable[[dict[str, Any]], int] = lambda body: 0
     """Status for a conversation that the template raises at; 0: it takes it."""
     model: str = "tiny"
+    has_adapter: bool = False
+    """A worker has loaded a LoRA adapter into it."""
     records_experts: bool = False
     """It was started with ``--enable-return-routed-experts``; SGLang wants to be asked, too."""
     heeds: tuple[str, ...] = ("temperature",)
@@ -226,7 +230,8 @@ class FakeEngine:
         return web.json_response({})
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": self.model, "max_model_len": self.context}]})
+        models = [{"id": self.model, "max_model_len": self.context}, *[{"id": ADAPTER_NAME}] * self.has_adapter]
+        return web.json_response({"data": models})
 
     async def _render(self, request: web.Request) -> web.Response:
         body = await request.json()

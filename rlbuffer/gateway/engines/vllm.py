@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.errors import RequestFailed
+from rlbuffer.errors import ConfigError, RequestFailed
 from rlbuffer.gateway.engines.base import Answer, Rendering, message_of
 from rlbuffer.gateway.request import AgentRequest
-from rlbuffer.worker.samplers.base import Sampling
+from rlbuffer.worker.samplers.base import Completion, Sampling
 from rlbuffer.worker.samplers.endpoint import ENDPOINT_PROBE_SECONDS, GENERATE, Endpoint, sampling_parameters
 
 RENDER = "/v1/chat/completions/render"
@@ -41,6 +41,8 @@ class VllmEngine:
         self._seconds = timeout_seconds
         self._derenders = True
         """Parsing is part of generating: vLLM 0.33 on."""
+        self._version = -1
+        """Policy version of its newest answer: whoever loads another one may load an adapter."""
 
     @property
     def url(self) -> str:
@@ -59,9 +61,21 @@ class VllmEngine:
         numbers = re.match(r"(\d+)\.(\d+)", str(told.get("version", "")) if isinstance(told, Mapping) else "")
         self._derenders = numbers is None or (int(numbers[1]), int(numbers[2])) >= (0, 33)
         await self.endpoint.probe(resumes=False)
+        self._check_weights()
 
     async def look(self) -> None:
         await self.endpoint.look()
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        """Raises ConfigError where its base model would answer, and another one is trained."""
+        if self.endpoint.has_adapter:
+            raise ConfigError(
+                f"{self.url} has a LoRA adapter that a worker has loaded, and its base model would answer agents: they "
+                "are answered by whole weights alone. Train without trainer.lora; start an engine anew that has its "
+                "adapter of an earlier run",
+                setting="gateway.engines",
+            )
 
     async def render(self, request: AgentRequest, *, opens: bool) -> Rendering:
         body = {"model": self.model, **request.body(), "add_generation_prompt": opens}
@@ -99,6 +113,7 @@ class VllmEngine:
         try:
             (choice,) = told["choices"]
             completion = self.endpoint.completion(choice, sampling, len(prompt))
+            await self._check_version(completion)
             stop = choice.get("stop_reason")
             by_text = isinstance(stop, str) or (bool(request.stop) and "stop_reason" not in choice)
             is_ended = completion.finish_reason == "stop" and not by_text
@@ -116,6 +131,13 @@ class VllmEngine:
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             why = f"{type(error).__name__}: {error}"
             raise RequestFailed(f"{self.url}{GENERATE} answered with what is no answer ({why})") from error
+
+    async def _check_version(self, completion: Completion) -> None:
+        """Looks at it again where an answer is of other weights than the one before. Raises as :meth:`look` does."""
+        version = max((span.policy_version for span in completion.version_spans), default=-1)
+        if version != self._version:
+            await self.look()
+            self._version = version
 
     async def _parsed(
         self, request: AgentRequest, told: Mapping[str, Any], prompt: NDArray[np.int32], tokens: NDArray[np.int32]

@@ -169,7 +169,8 @@ class Endpoint:
         """Why it may not be used; "" when it may."""
         self.model = ""
         """What requests name."""
-        self._has_adapter = False
+        self.has_adapter = False
+        """A LoRA adapter was loaded into it."""
         self._has_paused = False
         """It was asked to pause, and has not confirmed that it was resumed."""
         self.context = 0
@@ -205,7 +206,7 @@ class Endpoint:
         answer = await self.call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
         models = answer.get("data") or [{}]
         self.model = str(models[0].get("id", ""))
-        self._has_adapter = any(model.get("id") == ADAPTER_NAME for model in models)
+        self.has_adapter = any(model.get("id") == ADAPTER_NAME for model in models)
         self.context = int(models[0].get("max_model_len") or 0)
 
     async def answers(self) -> None:
@@ -355,7 +356,7 @@ class Endpoint:
 
     async def _name_adapter(self, directory: Path) -> None:
         """Makes the adapter known to the server by name, once; it is changed in place afterwards."""
-        if not self._has_adapter:
+        if not self.has_adapter:
             body = {"lora_name": ADAPTER_NAME, "lora_path": str(directory)}
             response = await self._respond("POST", NAME_ADAPTER, body, seconds=CONTROL_SECONDS)
             if response.status != HTTPStatus.OK:
@@ -365,7 +366,7 @@ class Endpoint:
                     "--max-lora-rank that is large enough, on the adapter's base model",
                     setting=self._setting,
                 )
-            self._has_adapter = True
+            self.has_adapter = True
         self.model = ADAPTER_NAME
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ SETTINGS = [
         [("", "deterministic = true"), ("worker.a", "groups_in_flight = 3"), ("batcher", "step_groups = 4")],
     ),
     ("deterministic", FAILURE, [("", "deterministic = true"), ("eval.e", 'env = "vcopy"')]),
+    ("agents", FAILURE, [("gateway", 'engines = ["http://h:8000"]'), ("trainer.lora", "rank = 8")]),
+    ("agents", FAILURE, [("gateway", 'engines = ["http://h:8000"]'), ("trainer.lora", 'path = "sft"')]),
     ("samples", WARNING, [("eval.e", 'env = "vcopy"\nsamples = 4')]),
     ("reference", FAILURE, [("trainer.loss", "kl_beta = 0.1")]),
     ("memory", FAILURE, [("server", 'maxmemory = "20kb"')]),

@@ -70,6 +70,23 @@ def test_an_answer_has_its_tokens_logprobs_versions_and_message(engine: FakeEngi
     assert answer.is_ended
 
 
+def test_an_engine_that_a_worker_gives_adapters_answers_no_agent(engine: FakeEngine) -> None:
+    async def work(served: Engine, template: Template) -> Answer:
+        rendering = await served.render(asking("say a"), opens=True)
+        return await served.generate(asking("say a"), rendering, rendering.tokens, SAMPLING)
+
+    async def play(fleet: Fleet) -> None:
+        await fleet.ask("r", work)
+        engine.has_adapter, engine.version = True, "1"
+        with pytest.raises(Refused) as refused:
+            await fleet.ask("r", work)
+        assert (refused.value.status, "LoRA adapter" in refused.value.message) == (503, True)
+
+    in_fleet([engine.url], play, patience=2.0)
+    with pytest.raises(ConfigError, match="LoRA adapter"):
+        answered(engine, asking("say a"))
+
+
 @pytest.mark.parametrize(("asked", "text"), [("say hello", "hello"), ("empty", "")])
 def test_what_an_answer_says_ends_before_the_token_that_ended_it(engine: FakeEngine, asked: str, text: str) -> None:
     answer = answered(engine, asking(asked))
