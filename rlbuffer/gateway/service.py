@@ -81,6 +81,8 @@ if TYPE_CHECKING:
 
 MOST_BODY = 32 * 2**20
 """Bytes of a request."""
+READ_OF_ANYBODY = 2**20
+"""Bytes of a request that are read before it is known whether its sender has a right."""
 PING_SECONDS = 10.0
 """Silence in a stream after which a ping is sent; before the first one a refusal has a status of its own."""
 LONGEST_WAIT_SECONDS = 60.0
@@ -204,7 +206,9 @@ class Gateway:
                 app.router.add_post(f"{prefix}/v1/{path}", self._guarded(self._call_in(dialect), dialect.error))
         host, port = parse_listen(self._settings.listen)
         try:
-            self._runner = await listen(app, host, port, refuse=_refuse_early, is_shared=True)
+            self._runner = await listen(
+                app, host, port, refuse=_refuse_early, admit=self._refused_unread, is_shared=True
+            )
         except OSError as error:
             raise ConfigError(
                 f"gateway.listen = {self._settings.listen!r} cannot be listened at ({error.strerror or error}): choose "
@@ -249,6 +253,20 @@ class Gateway:
         refusals = self.answering.tally.refused
         refusals[refused.status] = refusals.get(refused.status, 0) + 1
         return _response(refused, form)
+
+    async def _refused_unread(self, request: web.Request) -> web.StreamResponse | None:
+        """The refusal of a large body whose sender has no right; None for what is read."""
+        length = request.content_length
+        if not request.body_exists or (length is not None and length <= READ_OF_ANYBODY):
+            return None
+        try:
+            if request.path.endswith(("/open_rollouts", "/end")):
+                self._authorize(request)
+            else:
+                await self.answering.check(self._capability(request))
+        except Refused as refused:
+            return self._refusal(refused, _form_at(request.path))
+        return None
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "troubles": self._fleet.troubles})
@@ -550,8 +568,12 @@ def _refuse_early(request: web.Request, status: HTTPStatus, told: str) -> web.St
     """What is refused before a handler has it, in the form of the dialect at its path."""
     if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         told = f"a request has {MOST_BODY // 2**20} MiB at most"
-    form = next((d.error for path, d in DIALECTS.items() if request.path.endswith(f"/v1/{path}")), openai_error)
-    return _response(Refused(told, status=status), form)
+    return _response(Refused(told, status=status), _form_at(request.path))
+
+
+def _form_at(path: str) -> Callable[[Refused], dict[str, Any]]:
+    """The form of errors of the dialect at a path."""
+    return next((d.error for name, d in DIALECTS.items() if path.endswith(f"/v1/{name}")), openai_error)
 
 
 def _event(name: str, data: Any) -> bytes:

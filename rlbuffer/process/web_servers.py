@@ -95,12 +95,14 @@ async def listen(
     port: int,
     *,
     refuse: Callable[[web.Request, HTTPStatus, str], web.StreamResponse] | None = None,
+    admit: Callable[[web.Request], Awaitable[web.StreamResponse | None]] | None = None,
     is_shared: bool = False,
 ) -> web.AppRunner:
     """Serves an application of aiohttp, which was not served before, on the running loop.
 
     Args:
         refuse: writes the answer to what is refused before a handler has it, in the application's own form.
+        admit: looks at a request whose body is not read yet; what it answers is all that its sender hears.
         is_shared: other processes listen at the same address; and a handler whose asker hangs up is cancelled.
     """
     from aiohttp import web
@@ -114,6 +116,8 @@ async def listen(
     ) -> web.StreamResponse:
         if not may_ask(request.headers.get("Host", ""), host):
             return refused(request, HTTPStatus.FORBIDDEN, "this machine is asked by the name of another one")
+        if admit is not None and (answer := await admit(request)) is not None:
+            return answer
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 await request.read()

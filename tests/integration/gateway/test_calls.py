@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -1138,6 +1139,34 @@ def test_a_request_that_is_too_large_is_refused_in_the_form_of_its_dialect(
     url = f"{other.url}/r/{agent.opened['api_key']}/v1/messages"
     refused = httpx.post(url, json={"messages": [{"role": "user", "content": "a" * 2**21}]}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["type"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 20000000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("v1/chat/completions", 404),
+        ("v1/messages", 404),
+        ("v1/messages/count_tokens", 404),
+        ("v1/responses", 404),
+        ("end", 401),
+        ("begin", 401),
+    ],
+)
+def test_a_large_body_is_read_of_nobody_who_has_no_right(stage: Stage, path: str, status: int, length: str) -> None:
+    key = stage.agent().opened["api_key"]
+    served = stage.serve(token="secret")
+    path = "/v1/open_rollouts" if path == "begin" else f"/r/{key[:-4]}AAAA/{path}"
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as asker:
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
+        asker.sendall(head.encode())  # and nothing of the body
+        assert asker.recv(12).decode() == f"HTTP/1.1 {status}"
+
+
+def test_a_large_body_is_read_of_an_agent(stage: Stage) -> None:
+    refused = stage.agent().post("a" * 2**21)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 def test_a_rollout_may_have_so_many_calls_and_no_more(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
