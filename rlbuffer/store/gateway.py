@@ -17,6 +17,7 @@ from rlbuffer.errors import (
     OpenRolloutFull,
     OpenRolloutUnknown,
     OtherEnd,
+    ServerFull,
     TicketGone,
 )
 from rlbuffer.records.failure import Failure
@@ -63,8 +64,6 @@ MOST_KEY = 512
 """Characters of a caller's key."""
 SAMPLING_SHARE = 0.9
 """Share of maxmemory from which nothing is sampled: what is open must still be recorded and pushed."""
-LOOKED_AT_SHARE = 0.5
-"""Share of maxmemory from which it matters how large the groups are that wait."""
 SHARE_SECONDS = 1.0
 """For so long the answer of the server about its memory counts."""
 ABANDONED = "abandoned"
@@ -81,6 +80,8 @@ class GatewayStore(WorkerStore):
     def __init__(self, connection: Connection, run: str, *, patience_seconds: float = DEFAULT_PATIENCE_SECONDS) -> None:
         super().__init__(connection, run, patience_seconds=patience_seconds)
         self._has_room, self._asked_at = True, float("-inf")
+        self._refused: set[str] = set()
+        """Groups whose push the server had no room for."""
 
     # -- begin -----------------------------------------------------------------------------------------------------
 
@@ -160,17 +161,18 @@ class GatewayStore(WorkerStore):
         )
 
     def may_sample(self) -> bool:
-        """False while the server's memory is nearly full, or has no room for the push of a group that waits: then
-        nothing must be sampled, because what is open needs the rest. Asks the server at most once a second."""
+        """False while the server's memory is nearly full, or a group waits whose push it had no room for: then nothing
+        must be sampled, because what is open needs the rest. Asks the server at most once a second."""
         if time.monotonic() - self._asked_at > SHARE_SECONDS:
             facts = self.server()
             limit, used = facts["maxmemory"], facts["used_memory"]
-            self._has_room = not limit or used < SAMPLING_SHARE * limit
-            if limit and self._has_room and used > LOOKED_AT_SHARE * limit:
-                largest = max((group.bytes for group in self.waiting()), default=0)
-                self._has_room = used + largest < limit
+            self._refused -= {group for group in tuple(self._refused) if not self._waits(group)}
+            self._has_room = not self._refused and (not limit or used < SAMPLING_SHARE * limit)
             self._asked_at = time.monotonic()
         return self._has_room
+
+    def _waits(self, group: str) -> bool:
+        return self.look(lambda client: client.zscore(self.keys.open_ended, group)) is not None
 
     def can_make_room(self) -> bool:
         """Something is pending or committed, and leaves the server once it is trained: a full server has room then."""
@@ -390,6 +392,8 @@ class GatewayStore(WorkerStore):
         outcomes, error = self._push_from(source, [(group, "")], 1)
         if error is None:
             return outcomes[0]
+        if isinstance(error, ServerFull):
+            self._refused.add(group.group_id)
         raise self._explained(error, source, group, 1) from error
 
 

@@ -73,11 +73,11 @@ def record(store: Any, capability: str, one: OpenCall, request: str, history: st
     )
 
 
-def group_of(waiting: WaitingGroup, **more: Any) -> Group:
-    """The group to push: each rollout one sequence of two tokens, or a failure."""
+def group_of(waiting: WaitingGroup, *, prompt_ids: Any = (1, 2), **more: Any) -> Group:
+    """The group to push: each rollout one sequence of two sampled tokens, or a failure."""
     rollouts = [
         Rollout.from_completion(
-            prompt_ids=[1, 2],
+            prompt_ids=prompt_ids,
             token_ids=[7, 8],
             logprobs=[-0.5, -0.5],
             policy_version=0,
@@ -661,17 +661,28 @@ def test_a_group_gives_up_its_calls_at_the_memory_limit_and_can_be_pushed_then(t
 
 
 @pytest.mark.server
-def test_nothing_is_sampled_where_a_group_that_waits_would_not_fit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pushed_by", ["itself", "another gateway"])
+def test_nothing_is_sampled_while_a_group_waits_whose_push_the_server_had_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pushed_by: str
+) -> None:
+    monkeypatch.setattr("rlbuffer.store.gateway.SHARE_SECONDS", -1.0)
     with OwnServer(tmp_path / "own") as server:
         run = Run(server.url, tmp_path)
         begun = begin(run)
-        large = dataclasses.replace(call(5), details={"text": "x" * 8_000_000})
-        assert record(run.store, begun.capabilities[0], large, "r").is_new
-        used = used_by_data(run)
-        run.client.config_set("maxmemory", used + 4_000_000)
-        assert run.again().may_sample()
-        end_all(run, begun)
-        assert not run.again().may_sample()
-        run.client.config_set("maxmemory", used + 16_000_000)
-        assert run.again().may_sample()
+        assert record(run.store, begun.capabilities[0], call(5), "r").is_new
+        waiting = end_all(run, begun)
+        # What branches of a conversation share is once in the calls, and in each sequence of the push.
+        tokens = np.random.default_rng(0).integers(0, 2**31, 200_000, np.int32)
+        large = group_of(waiting, prompt_ids=tokens)
+        run.client.set("what others have", b"x" * 8_000_000)
+        run.client.config_set("maxmemory", round(used_by_data(run) / 0.8))
+        assert run.store.may_sample()
+        with pytest.raises(ServerFull):
+            run.store.push_rollouts(waiting, large)
+        assert not run.store.may_sample()
+        run.client.config_set("maxmemory", 0)
+        assert not run.store.may_sample()
+        store = run.store if pushed_by == "itself" else run.again()
+        assert store.push_rollouts(waiting, large)[0] == "stored"
+        assert run.store.may_sample()
         run.close()
