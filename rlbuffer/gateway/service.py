@@ -256,8 +256,8 @@ class Gateway:
 
     async def _refused_unread(self, request: web.Request) -> web.StreamResponse | None:
         """The refusal of a large body whose sender has no right; None for what is read."""
-        length = request.content_length
-        if not request.body_exists or (length is not None and length <= READ_OF_ANYBODY):
+        length, is_packed = request.content_length, "Content-Encoding" in request.headers
+        if not request.body_exists or (length is not None and length <= READ_OF_ANYBODY and not is_packed):
             return None
         try:
             if request.path.endswith(("/open_rollouts", "/end")):

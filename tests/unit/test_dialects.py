@@ -12,7 +12,7 @@ from rlbuffer.gateway.dialects.chat import CHAT
 from rlbuffer.gateway.dialects.messages import MESSAGES
 from rlbuffer.gateway.dialects.responses import RESPONSES
 from rlbuffer.gateway.history import beginnings, following
-from rlbuffer.gateway.request import Refused
+from rlbuffer.gateway.request import AgentRequest, Refused
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"name": "add", "description": "adds", "parameters": SCHEMA}
@@ -51,6 +51,18 @@ def test_the_same_question_is_the_same_request_in_each_dialect(dialect: Dialect)
     )
     assert request.tools == ({"type": "function", "function": FUNCTION},)
     assert (request.max_tokens, request.model) == (9, "m")
+
+
+@pytest.mark.parametrize("is_list", [True, False])
+def test_a_line_of_claude_code_that_is_another_one_in_each_request_begins_no_other_conversation(is_list: bool) -> None:
+    def request(line: str) -> AgentRequest:
+        texts = [line, "You are Claude Code.", "Be brief."] if line else ["You are Claude Code.", "Be brief."]
+        system = [{"type": "text", "text": one} for one in texts] if is_list else "\n".join(texts)
+        return MESSAGES.parse({**BODIES[MESSAGES.name], "system": system})
+
+    lines = [f"x-anthropic-billing-header: cc_version=2.1.1; cc_entrypoint=cli; cch={word};" for word in ("3a", "f0")]
+    assert request(lines[0]) == request(lines[1]) == request("")
+    assert request("Of x-anthropic-billing-header: nothing.") != request("")
 
 
 def told(arguments: str | None, content: str = "I add.", **more: Any) -> Told:

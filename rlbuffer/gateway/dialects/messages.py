@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
@@ -34,6 +35,8 @@ from rlbuffer.gateway.request import (
     text,
 )
 
+BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
+"""First line of Claude Code's system prompt, another one in each request; Anthropic's own servers take it away, too."""
 THOUGHTS = ("thinking", "redacted_thinking")
 """Blocks of an answer that a later request brings back, and that decide nothing: the tokens are on the server."""
 ERROR_TYPES = {
@@ -58,7 +61,8 @@ def parse(body: Body, is_free: bool = False) -> AgentRequest:
     choice = mapping(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
     may_call = free_choice(choice.get("type"), is_free)
     messages: list[Message] = []
-    if system := joined_text(body.get("system"), "system", ("text",)):
+    system = joined_text(body.get("system"), "system", ("text",))
+    if system := system[found.end() :] if (found := BILLING.match(system)) else system:
         messages.append({"role": "system", "content": system})
     for i, message in enumerate(listed(body.get("messages"), "messages")):
         messages += _messages(mapping(message, f"messages[{i}]"), f"messages[{i}]")

@@ -1141,7 +1141,10 @@ def test_a_request_that_is_too_large_is_refused_in_the_form_of_its_dialect(
     assert (refused.status_code, refused.json()["error"]["type"]) == (413, "request_too_large")
 
 
-@pytest.mark.parametrize("length", ["Content-Length: 20000000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize(
+    "length",
+    ["Content-Length: 20000000", "Transfer-Encoding: chunked", "Content-Length: 20000\r\nContent-Encoding: gzip"],
+)
 @pytest.mark.parametrize(
     ("path", "status"),
     [
