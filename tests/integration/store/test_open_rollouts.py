@@ -15,6 +15,7 @@ from store_runs import Run
 
 from rlbuffer.errors import (
     EpochChanged,
+    LeaseLost,
     NotFound,
     OpenRolloutEnded,
     OpenRolloutFull,
@@ -264,13 +265,17 @@ def test_another_capability_finds_nothing_and_no_message_has_it(run):
     assert counts(run)[1] == 4
 
 
-@pytest.mark.parametrize(("limit", "value"), [("MOST_CALLS", 2), ("MOST_BYTES", 100)])
+SIZE = len(call(5).encoded())
+"""Bytes of a call of one token."""
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MOST_CALLS", 2), ("MOST_BYTES", 2 * SIZE)])
 def test_a_rollout_takes_calls_up_to_its_limits(run, monkeypatch, limit, value):
     monkeypatch.setattr(f"rlbuffer.store.gateway.{limit}", value)
     (capability, _) = begin(run).capabilities
     for i in range(2):
         record(run.store, capability, call(5), f"r{i}")
-    with pytest.raises(OpenRolloutFull):
+    with pytest.raises(OpenRolloutFull, match=f"2 calls of {2 * SIZE} bytes in 2 sequences"):
         record(run.store, capability, call(5), "one too many")
     assert run.store.look_up(capability).rollout.calls == 2
     line = run.store.look_up(capability).line
@@ -491,13 +496,27 @@ def test_a_group_of_another_line_of_versions_takes_no_calls_and_is_pushed_as_fai
     found = run.store.look_up(begun.capabilities[0])
     assert found.rollout.is_void
     for line in (late.line, found.line):
-        with pytest.raises(EpochChanged):
+        with pytest.raises(EpochChanged) as changed:
             run.store.record(begun.capabilities[0], call(5), request="r", seen=0, history="h", line=line)
+        assert (changed.value.epoch, changed.value.since) == (run.store.meta().epoch, found.line)
     waiting = end_all(run, begun)
     successes = group_of(WaitingGroup(**{**_fields(waiting), "is_void": False}))
     with pytest.raises(ValueError, match="another line"):
         run.store.push_rollouts(waiting, successes)
     assert run.store.push_rollouts(waiting, group_of(waiting))[0] == "stored"
+
+
+def test_calls_go_on_behind_a_recovery_of_lost_writes_and_not_where_steps_were_lost(run):
+    (first, *_) = begin(run).capabilities
+    epoch = run.client.hincrby(run.store.keys.meta, "epoch", 1)  # as a recovery does
+    assert record(run.store, first, call(5), "r").is_new
+    run.client.hset(run.store.keys.meta, mapping={"epoch": epoch + 1, "line": epoch + 1})  # as where steps were lost
+    run.client.hincrby(run.store.keys.meta, "epoch", 1)
+    with pytest.raises(EpochChanged) as changed:
+        record(run.store, first, call(5), "r2")
+    assert (changed.value.epoch, changed.value.since) == (epoch + 2, epoch + 1)
+    (second, *_) = begin(run).capabilities
+    assert record(run.store, second, call(5), "r").is_new
 
 
 def test_a_push_of_what_was_read_before_a_rewind_is_refused(run):
@@ -534,6 +553,31 @@ def test_what_was_pushed_is_forgotten_later_and_what_was_not_never(run, monkeypa
     assert not [key for key in run.control_keys() if pushed.group_id in key]
     assert None not in (run.store.begun("waits"), run.store.begun("open"))
     assert run.store.look_up(opened.capabilities[0]).rollout.state == OpenState.OPEN
+    assert run.store.verify().ok
+
+
+def test_groups_of_different_sizes_are_forgotten_at_once_and_a_young_one_among_them_stays(run):
+    keys = run.store.keys
+    groups = [begin(run, name, size=size) for name, size in (("a", 1), ("b", 3), ("young", 2), ("c", 2))]
+    for begun in groups:
+        waiting = end_all(run, begun)
+        run.store.push_rollouts(waiting, group_of(waiting))
+    _, _, young, _ = groups
+    for begun in groups:
+        if begun is not young:
+            run.client.zadd(keys.open_pushed, {begun.group_id: 1000})
+    forget = run.store._led
+    where, args = [keys.lease, keys.open_pushed, keys.open_keys], [run.store.token, 3_600_000]
+    for begun in groups:  # a look may be older than the push that it takes for an old one
+        where += [keys.open_group(begun.group_id), *map(keys.open_rollout, begun.names)]
+        args += [begun.group_id, begun.size]
+    with pytest.raises(LeaseLost, match="leader holds it"):
+        forget("forget", where, ["1", *args[1:]])
+    assert int(forget("forget", where, args)[1]) == 3
+    left = {begun.group_id for begun in groups if any(begun.group_id in key for key in run.control_keys())}
+    assert left == {young.group_id}
+    assert run.client.hvals(keys.open_keys) == [young.group_id.encode()]
+    assert run.client.zrange(keys.open_pushed, 0, -1) == [young.group_id.encode()]
     assert run.store.verify().ok
 
 
