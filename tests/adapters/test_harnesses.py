@@ -2,12 +2,16 @@
 turns otherwise later on has a sequence for each.
 
 They are in no environment of this project, since they bring much: ``pip install litellm smolagents inspect-ai langgraph
-langchain-openai openenv`` beside rlbuffer. Each is skipped where it is missing.
+langchain-openai openenv`` beside rlbuffer, and ``npm install @openai/codex @qwen-code/qwen-code`` on the PATH. Each is
+skipped where it is missing.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngine
 from gateway_stage import Agent, Stage, engine_samples, trained_samples
 from own_server import OwnServer
 
@@ -146,6 +151,50 @@ def test_what_a_harness_heard_is_trained_as_the_engine_sampled_it(
     assert len(rollout.sequences) == sequences
     assert trained_samples(rollout) == engine_samples(stage.engine)
     assert len(rollout.metadata["calls"]) >= 2
+
+
+def codex(opened: dict[str, Any]) -> tuple[str, ...]:
+    """It asks for Responses, by a provider of its settings. Its tools for other agents are no plain functions."""
+    provider = f'{{name="p",base_url="{opened["base_url"]}",env_key="OPENAI_API_KEY",wire_api="responses"}}'
+    settings = ["model_provider=p", f"model_providers.p={provider}", "features.multi_agent=false"]
+    settings.append('web_search="disabled"')
+    flags = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "policy")
+    given = (part for one in settings for part in ("-c", one))
+    return "codex", "exec", *given, *flags, 'call exec_command {"cmd": "%s"}'
+
+
+def qwen(opened: dict[str, Any]) -> tuple[str, ...]:
+    """It asks for chat completions, where its environment says."""
+    call = 'call run_shell_command {"command": "%s", "description": "writes", "is_background": false}'
+    return "qwen", "--auth-type", "openai", "--yolo", "-p", call
+
+
+@pytest.mark.parametrize("program", [codex, qwen])
+def test_what_a_program_heard_before_and_behind_a_command_is_one_sequence(
+    server: OwnServer, program: Callable[[dict[str, Any]], tuple[str, ...]], tmp_path: Path
+) -> None:
+    if shutil.which(program.__name__) is None:
+        pytest.skip(f"needs {program.__name__}")
+    stage = Stage(server.url, f"t-{uuid.uuid4().hex[:12]}", engine=FakeEngine(context=200_000))
+    try:
+        opened = stage.begin()["open_rollouts"][0]
+        *words, last = program(opened)
+        environment = {"OPENAI_BASE_URL": opened["base_url"], "OPENAI_API_KEY": "none", "OPENAI_MODEL": "policy"}
+        subprocess.run(
+            [*words, last % "echo 7 > made"],
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NO_PROXY": "127.0.0.1", **environment},
+            stdin=subprocess.DEVNULL,
+            check=True,
+        )
+        assert (tmp_path / "made").read_text() == "7\n"
+        assert Agent(stage, opened).end(reward=1.0).status_code == 200
+        (rollout,) = stage.rollouts()
+        assert trained_samples(rollout) == engine_samples(stage.engine)
+        mask = rollout.sequences[0].loss_mask.astype(int)
+        assert int((mask[1:] > mask[:-1]).sum()) == 2
+    finally:
+        stage.close()
 
 
 def test_openenvs_validator_finds_nothing_in_what_is_trained(stage: Stage) -> None:

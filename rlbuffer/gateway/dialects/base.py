@@ -92,10 +92,10 @@ def function_tools(tools: object, name: str, described: Callable[[Body], Body | 
         Refused: one is no function, or has no name.
     """
     found = []
-    for tool in listed(tools or [], name):
+    for i, tool in enumerate(listed(tools or [], name)):
         function = described(mapping(tool, name))
         if function is None:
-            raise Refused(f"{name} has a tool that is no function: the gateway runs none", code="unsupported_parameter")
+            raise Refused(f"{name}[{i}] is no function: the gateway runs no tools", code="unsupported_parameter")
         required(text(function.get("name"), f"{name}.name"), f"{name} has a function without a name")
         kept: dict[str, Any] = {"name": function["name"]}
         if description := text(function.get("description"), f"{name}.description"):
