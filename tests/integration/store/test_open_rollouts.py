@@ -133,25 +133,46 @@ def test_a_ticket_begins_one_group_and_one_that_is_not_out_none(run):
     assert counts(run) == (2, 2, 0, 0)
 
 
-def test_a_ticket_stays_out_for_a_minute_longer_than_its_rollouts_may_be_silent(run):
-    def expiry(group: Begun) -> float:
-        return run.client.zscore(run.store.keys.tickets("a"), group.number) / 1000 - run.store.now()
+def test_times_are_of_the_servers_clock_and_a_ticket_stays_out_for_a_minute_longer_than_its_rollouts(run):
+    keys, numbers = run.store.keys, ("calls", "sequences", "bytes", "tokens")
 
-    begun = begin(run, idle_seconds=120.0)
-    assert 170 < expiry(begun) <= 180
+    def clock() -> int:
+        seconds, microseconds = run.client.time()
+        return 1000 * seconds + microseconds // 1000
+
+    before = clock()
+    begun = begin(run, size=1, idle_seconds=120.0)
+    (capability,), (name,) = begun.capabilities, begun.names
+    told = run.client.hmget(keys.open_rollout(name), "begun", "heard")
+    assert [before <= int(at) <= clock() for at in told] == [True, True]
+    assert run.client.hmget(keys.open_rollout(name), numbers) == [b"0"] * 4
+    assert run.client.zscore(keys.tickets("a"), begun.number) == int(told[0]) + 180_000
+    assert run.client.zscore(keys.open, name) == int(told[0]) + 120_000
     moves = (
-        lambda: record(run.store, begun.capabilities[0], call(5), "r"),
-        lambda: run.store.heard(begun.capabilities[0], "r", 1),
-        lambda: run.store.touch(begun.capabilities[0]),
-        lambda: run.store.end(begun.capabilities[0], End(reward=1.0)),
+        lambda: record(run.store, capability, call(5), "r"),
+        lambda: run.store.heard(capability, "r", 1),
+        lambda: run.store.touch(capability),
+        lambda: run.store.freeze(capability),
+        lambda: run.store.end(capability, End(reward=1.0)),
     )
-    for move in moves:
-        run.client.zadd(run.store.keys.tickets("a"), {str(begun.number): 1})
+    for number, move in enumerate(moves, 1):
+        run.client.zadd(keys.tickets("a"), {str(begun.number): 1})
+        before = clock()
         move()
-        assert 170 < expiry(begun) <= 180
+        heard = run.client.zscore(keys.tickets("a"), begun.number) - 180_000
+        assert before <= heard <= clock()
+        if number < len(moves):
+            assert run.client.zscore(keys.open, name) == heard + 120_000
+            assert int(run.client.hget(keys.open_rollout(name), "heard")) == heard
+    assert run.client.zscore(keys.open_ended, begun.group_id) == heard
+
+
+def test_a_ticket_that_was_closed_is_never_brought_back(run):
+    begun = begin(run)
     run.store.close_tickets("a", [begun.number])
     run.store.touch(begun.capabilities[1])
-    assert run.client.zcard(run.store.keys.tickets("a")) == 0  # what was closed is never brought back
+    run.store.end(begun.capabilities[1], End(reward=1.0))
+    assert run.client.zcard(run.store.keys.tickets("a")) == 0
 
 
 @pytest.mark.parametrize(
@@ -369,6 +390,14 @@ def test_what_is_silent_until_its_deadline_ends_as_abandoned_and_nothing_else(ru
     states = [run.store.look_up(capability).rollout for capability in begun.capabilities]
     assert [state.state for state in states] == [OpenState.ENDED, OpenState.OPEN]
     assert states[0].end.failure.kind == "abandoned"
+
+
+def test_a_deadline_that_was_moved_since_somebody_looked_stays(run):
+    (name, *_) = begin(run, idle_seconds=120.0).names
+    deadline = round(1000 * run.store.now()) + 300_000
+    run.client.zadd(run.store.keys.open, {name: deadline})
+    reply = run.store._end("expire", name, End(failure=STALE), 850_000)
+    assert (reply[0], run.client.zscore(run.store.keys.open, name)) == (b"OPEN", deadline)
 
 
 def test_a_deadline_of_a_clock_that_was_set_back_is_given_anew(run):
