@@ -56,7 +56,7 @@ from rlbuffer.gateway.request import AgentRequest, Refused, loaded, mapping, req
 from rlbuffer.gateway.rollouts import checked_about
 from rlbuffer.gateway.run_server import RETRY_SECONDS, ended_refusal, unknown_refusal
 from rlbuffer.gateway.sweeping import Sweeper
-from rlbuffer.gateway.tokens import TOKEN_FILE, is_authorized, token_for
+from rlbuffer.gateway.tokens import TOKEN_FILE, bearer_of, is_authorized, token_for
 from rlbuffer.process.logs import fields
 from rlbuffer.process.threads import in_thread
 from rlbuffer.process.web_servers import listen
@@ -395,7 +395,7 @@ class Gateway:
     def _capability(self, request: web.Request) -> str:
         """The capability of a request. Raises Refused where it brings none."""
         found = request.match_info.get("capability", "") or request.headers.get("x-api-key", "")
-        found = found or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        found = found or bearer_of(request.headers.get("Authorization", ""))
         if not found:
             raise Refused(
                 "no key: use the base_url or the api_key that beginning the rollout has answered",
@@ -568,7 +568,10 @@ def _refuse_early(request: web.Request, status: HTTPStatus, told: str) -> web.St
     """What is refused before a handler has it, in the form of the dialect at its path."""
     if status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         told = f"a request has {MOST_BODY // 2**20} MiB at most"
-    return _response(Refused(told, status=status), _form_at(request.path))
+    if status == HTTPStatus.NOT_FOUND:
+        told = "the gateway has no such page: a base URL ends with /v1 for OpenAI's clients, for Anthropic's before it"
+    retry_seconds = RETRY_SECONDS if status == HTTPStatus.REQUEST_TIMEOUT else 0.0
+    return _response(Refused(told, status=status, retry_seconds=retry_seconds), _form_at(request.path))
 
 
 def _form_at(path: str) -> Callable[[Refused], dict[str, Any]]:

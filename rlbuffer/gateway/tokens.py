@@ -71,6 +71,12 @@ def token_for(listen: str) -> str:
     return token
 
 
+def bearer_of(header: str) -> str:
+    """The key or token in an ``Authorization`` header."""
+    scheme, _, held = header.strip().partition(" ")
+    return held.strip() if scheme.lower() == "bearer" else header.strip()
+
+
 def is_authorized(header: str, token: str) -> bool:
     """An ``Authorization`` header holds the token, or none is asked for."""
-    return not token or hmac.compare_digest(header.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode())
+    return not token or hmac.compare_digest(bearer_of(header).encode("utf-8", "surrogateescape"), token.encode())

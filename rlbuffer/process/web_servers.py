@@ -123,8 +123,16 @@ async def listen(
                 await request.read()
         except web.HTTPRequestEntityTooLarge:
             return refused(request, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "the request is too large")
+        except TimeoutError:
+            return refused(request, HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time")
+        except web.RequestPayloadError:
+            return refused(request, HTTPStatus.BAD_REQUEST, "the body is not what its headers say")
         try:
             return await handler(request)
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+            if refuse is None:
+                raise
+            return refuse(request, HTTPStatus(error.status), "there is no such page here")
         except (web.HTTPException, ConnectionError):
             raise
         except Exception as error:

@@ -26,6 +26,7 @@ from own_server import OwnServer
 from rlbuffer.errors import ConfigError, ServerUnreachable
 from rlbuffer.gateway import answering, run_server, service, sweeping
 from rlbuffer.gateway.opening import Opening
+from rlbuffer.process import web_servers
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.gateway import GatewayStore
@@ -955,6 +956,7 @@ def test_who_has_no_capability_is_answered_nothing(stage: Stage) -> None:
         ({"Authorization": f"Bearer {wrong}"}, 404),
         ({"Authorization": "Bearer nothing"}, 404),
         ({"Authorization": f"Bearer {key}"}, 200),
+        ({"Authorization": f"bearer {key}"}, 200),
         ({"x-api-key": key}, 200),
     ):
         response = httpx.post(url, json=body, headers=headers, timeout=60)
@@ -1017,7 +1019,7 @@ def test_beginning_and_ending_need_the_token_where_there_is_one(redis_url: str, 
         agent = stage.agent(headers=right)
         assert agent.post("say one").status_code == 200
         assert agent.end().status_code == 401
-        assert agent.end(headers=right).status_code == 200
+        assert agent.end(headers={"Authorization": "bearer secret"}).status_code == 200
     finally:
         stage.close()
 
@@ -1057,11 +1059,28 @@ def test_nothing_of_an_agent_reaches_a_log(stage: Stage, caplog: pytest.LogCaptu
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
 def test_bodies_that_are_no_requests_are_refused_in_the_form_of_their_dialect(stage: Stage, path: str) -> None:
     url = f"{stage.agent().opened['base_url']}/{path}"
-    for content in (b"", b"{", b"[]", b"\xff", b'"text"', b"[" * 100_000):
-        refused = httpx.post(url, content=content, headers={"Content-Type": "application/json"}, timeout=60)
+    bodies = [(content, {}) for content in (b"", b"{", b"[]", b"\xff", b'"text"', b"[" * 100_000)]
+    for content, headers in [*bodies, (b"{}", {"Content-Encoding": "gzip"})]:
+        headers = {"Content-Type": "application/json", **headers}
+        refused = httpx.post(url, content=content, headers=headers, timeout=60)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"]
         assert ("type" in refused.json()) == (path == "messages")
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "v1/v1/messages", "v1/completions"])
+def test_a_base_url_that_is_not_its_clients_is_said(stage: Stage, path: str) -> None:
+    refused = httpx.post(f"{stage.agent().opened['anthropic_base_url']}/{path}", json={}, timeout=60)
+    assert refused.status_code == 404
+    assert "base URL" in refused.json()["error"]["message"]
+
+
+def test_a_body_that_does_not_arrive_is_waited_for_no_longer(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web_servers, "REQUEST_SECONDS", 0.1)
+    host, port = stage.first.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as asker:
+        asker.sendall(f"POST /v1/messages HTTP/1.1\r\nHost: {host}\r\nContent-Length: 9\r\n\r\n{{".encode())
+        assert asker.recv(12) == b"HTTP/1.1 408"
 
 
 HALF = "caf\udce9"

@@ -745,9 +745,9 @@ def test_nothing_is_sampled_while_a_group_waits_whose_push_the_server_had_no_roo
         assert record(run.store, begun.capabilities[0], call(5), "r").is_new
         waiting = end_all(run, begun)
         # What branches of a conversation share is once in the calls, and in each sequence of the push.
-        tokens = np.random.default_rng(0).integers(0, 2**31, 200_000, np.int32)
+        tokens = np.random.default_rng(0).integers(0, 2**31, 600_000, np.int32)
         large = group_of(waiting, prompt_ids=tokens)
-        run.client.set("what others have", b"x" * 8_000_000)
+        run.client.set("what others have", b"x" * 16_000_000)
         run.client.config_set("maxmemory", round(used_by_data(run) / 0.8))
         assert run.store.may_sample()
         with pytest.raises(ServerFull):
