@@ -165,6 +165,10 @@ def test_times_are_of_the_servers_clock_and_a_ticket_stays_out_for_a_minute_long
             assert run.client.zscore(keys.open, name) == heard + 120_000
             assert int(run.client.hget(keys.open_rollout(name), "heard")) == heard
     assert run.client.zscore(keys.open_ended, begun.group_id) == heard
+    (waiting,) = run.store.waiting()
+    before = clock()
+    run.store.push_rollouts(waiting, group_of(waiting))
+    assert before <= run.client.zscore(keys.open_pushed, begun.group_id) <= clock()
 
 
 def test_a_ticket_that_was_closed_is_never_brought_back(run):
