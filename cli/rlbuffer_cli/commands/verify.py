@@ -31,27 +31,32 @@ def command(given: options.RunFlags, archive: str | None) -> int:
       rlbuffer verify --run math && echo fine
       rlbuffer verify --archive /data/math
     """
+    lacks: tuple[str, ...] = ()
     if archive is not None:
-        report, name = _of_archive(archive)
+        report, name, lacks = _of_archive(archive)
     else:
         with open_run(given) as buffer:
             report, name = buffer.verify(), buffer.run
     if options.is_json():
         for finding in report.findings:
             show_json({"schema": "rlbuffer.finding/1", "invariant": finding.invariant, "message": finding.message})
-        show_json({"schema": "rlbuffer.report/1", "run": name, "ok": report.ok, "checked": report.checked})
+        show_json(
+            {"schema": "rlbuffer.report/1", "run": name, "ok": report.ok, "checked": report.checked, "lacks": lacks}
+        )
         return 0 if report.ok else 1
     checked = " · ".join(f"{what.replace('_', ' ')} {count:,}" for what, count in report.checked.items())
     say(f'run "{name}": checked {checked}')
     for finding in report.findings:
         say(f"  {finding.invariant:<4} {finding.message}", indent=" " * 7)
+    if lacks:
+        say(f"files of an older format do not say: {'; '.join(lacks)}")
     say("ok: everything adds up" if report.ok else f"FAILED: {plural(len(report.findings), 'finding')}")
     return 0 if report.ok else 1
 
 
-def _of_archive(folder: str) -> tuple[Report, str]:
+def _of_archive(folder: str) -> tuple[Report, str, tuple[str, ...]]:
     from rlbuffer.archive.check import check_archive
     from rlbuffer.archive.library import Archive
 
     archive = Archive(folder)
-    return check_archive(archive), archive.run
+    return check_archive(archive), archive.run, archive.lacks

@@ -26,6 +26,7 @@ from rlbuffer.config.recorded import recorded, settings_of
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
+from rlbuffer_cli.main import main
 
 
 @pytest.fixture
@@ -112,7 +113,9 @@ def as_format_4(folder: Path) -> None:
     (folder / PENDING_FILE).unlink(missing_ok=True)
 
 
-def test_an_archive_of_the_format_before_is_read_and_added_to_and_says_what_it_lacks(run: Run, tmp_path: Path) -> None:
+def test_an_archive_of_the_format_before_is_read_and_added_to_and_says_what_it_lacks(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settled(run)
     run.step("a.0", "a.1")
     run.step("a.2")
@@ -122,6 +125,8 @@ def test_an_archive_of_the_format_before_is_read_and_added_to_and_says_what_it_l
     archive = Archive(folder)
     assert archive.lacks == LACKS_OF_FORMAT_4
     assert (archive.attempts, list(archive.pending())) == ((), [])
+    assert main(["verify", "--archive", str(folder)]) == 0
+    assert "do not say: the pool entry of each push (entry_id); " in capsys.readouterr().out
     assert [step.step for step in archive.steps] == [1, 2]
     assert {row["entry_id"] for rollout in archive.rollouts(1) for row in rollout.rows} == {None}
     assert check_archive(archive).findings == ()
