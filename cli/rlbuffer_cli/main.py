@@ -40,6 +40,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "top": "See both sides of a run at a glance: who waits for whom, rates, lag, drops. Changes nothing.",
             "replay": "Train the recorded steps of an archive again, without server or workers.",
             "plot": "Draw reward, loss, age, fill, drops or any other figure over the steps. Changes nothing.",
+            "what-if": "Estimate what a recorded run would have come to with other settings of the batcher.",
         },
         "Act": {
             "env": "Pause an env, or all, say that nothing more comes of one, or let it take part again.",
@@ -84,7 +85,7 @@ class Commands(CliGroup):
                 logs.outlive_readers()
             if cmd_name in SLOW_COMMANDS:
                 starting(f"rlbuffer {cmd_name} starts")
-        command = importlib.import_module(f"rlbuffer_cli.commands.{cmd_name}").command
+        command = importlib.import_module(f"rlbuffer_cli.commands.{cmd_name.replace('-', '_')}").command
         return command if isinstance(command, click.Command) else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -247,6 +247,38 @@ def _bounds(curves: Iterable[Curve]) -> tuple[int, int, float, float]:
     return min(steps), max(steps), low, high
 
 
+def bars(names: Sequence[str], panels: Mapping[str, Sequence[tuple[float, float, float]]], file: Path) -> None:
+    """Writes ``.png`` or ``.svg``: a panel per figure, in it a bar per name, of (value, least, most).
+
+    Raises:
+        RlbufferError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RlbufferError(f"{file} needs the module matplotlib: {installed_by('plot')}") from None
+    with rc_context({"text.parse_math": False, "svg.fonttype": "none"}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        figure = Figure(figsize=(3.2 * len(panels), 1.2 + 0.4 * len(names)), layout="constrained")
+        every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        places = range(len(names))
+        for axes, (title, values) in zip(every, panels.items(), strict=True):
+            sizes = [value for value, _, _ in values]
+            ranges = [[v - low for v, low, _ in values], [high - v for v, _, high in values]]
+            colours = ["#999999", *[COLOURS_OF_CURVES[0]] * (len(names) - 1)]
+            axes.barh(places, sizes, xerr=ranges, color=colours, capsize=3)
+            axes.set_title(title, fontsize="medium")
+            axes.set_yticks(places, [printable(name) for name in names])
+            axes.spines[["top", "right"]].set_visible(False)
+        every[0].invert_yaxis()
+        try:
+            with whole_file(file) as out:
+                figure.savefig(out, format=file.suffix[1:])
+        except OSError as error:
+            raise RlbufferError(f"cannot write {file}: {error.strerror or error}") from None
+
+
 def write_chart(curves: Sequence[Curve], title: str, file: Path) -> None:
     """Writes ``.png`` or ``.svg``; a file that is there is replaced.
 

@@ -28,7 +28,7 @@ def pushes_of(members: Iterable[ArchivedRollout], gone: list[str]) -> Iterator[G
     for members in pushes.values():
         members.sort(key=lambda member: int(member.row["index"]))
         whole = [member for member in members if not any(row["problem"] for row in member.rows)]
-        gone.extend(member.row["group_id"] for member in members if member not in whole)
+        gone.extend(member.row["group_id"] for member in members if any(row["problem"] for row in member.rows))
         if whole:
             yield _group([row for member in whole for row in member.rows])
 

@@ -330,6 +330,16 @@ class Archive:
                 records[row["digest"] or ""] = json.loads(row["record"])
         return tuple(records[step.digest] for step in self.steps if step.digest in records)
 
+    def trained_at(self) -> list[tuple[float, Mapping[str, Any]]]:
+        """When each step that counts was said to be trained, Unix seconds of the server, and its record."""
+        counts = {step.digest for step in self.steps}
+        return [
+            (row["at_ms"] / 1000, json.loads(row["record"]))
+            for _, _, name in history_names(self.folder, "trained")
+            for row in self.table(name)
+            if row["digest"] in counts
+        ]
+
     @cached_property
     def attempts(self) -> tuple[Mapping[str, Any], ...]:
         """The starts of the trainer, the oldest first: each record with ``at_ms``, ``step`` (the last one that its

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
+from rlbuffer.batcher.turn import take_turn
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.losses import columns_of, needs_advantage
 from rlbuffer.config.trainer import TrainerSettings
@@ -192,28 +191,30 @@ class Leadership:
     def _lead(self, look: LeaderRead) -> None:
         trainer, step, batcher = look.trainer, look.meta.step + 1, self._pending.batcher
         self._is_idle = is_silent(trainer)
-        policies = trainer.policies
-        self._teller.stats.published = {adapter: policy.version for adapter, policy in policies.items()}
-        for adapter in {"", *policies}:
-            batcher.set_published(policies[adapter].version if adapter in policies else -1, adapter)
-        if self._config.slow == "wait":
-            batcher.set_under_way(self._store.tickets_out())
-        if (why := self._trainer.busy(look, self._config) or self._filling(look)) is not None:
-            self._pending.drop(batcher.sweep(step))
-            self._publish({} if trainer.is_finished else batcher.allowances(step, world_size=trainer.world_size))
-            self._say(self._end_of(trainer) or why)
+        published = {adapter: policy.version for adapter, policy in trainer.policies.items()}
+        self._teller.stats.published = published
+        held = self._trainer.busy(look, self._config) or self._filling(look)
+        started, now = time.perf_counter(), self._pending.now
+        turn = take_turn(
+            batcher,
+            step=step,
+            published=published,
+            under_way=self._store.tickets_out() if self._config.slow == "wait" else {},
+            is_held=held is not None,
+            world_size=trainer.world_size,
+            now=now,
+        )
+        decision = turn.decision
+        if decision is not None and self._has_ended(decision, trainer):
             return
-        started = time.perf_counter()
-        now, rng = self._pending.now, np.random.default_rng(step)
-        decision = batcher.next(step, world_size=trainer.world_size, now=now, rng=rng)
-        if self._has_ended(decision, trainer):
+        self._pending.drop(turn.drops)
+        self._publish({} if trainer.is_finished else turn.allowances)
+        if decision is None:
+            self._say(self._end_of(trainer) or held)
             return
-        self._pending.drop(decision.drops)
-        self._publish({} if trainer.is_finished else decision.allowances)
         # While no tickets are given, silence is what was asked for.
         self._envs.report_silent({} if self._wishes.is_draining else decision.dead, step)
         if decision.plan is not None:
-            published = {adapter: policy.version for adapter, policy in policies.items()}
             decided = Decided(read=self._pending.read, decided=now, since=self._pending.since, published=published)
             self._commit(decision, decision.plan, trainer, started, decided)
             return

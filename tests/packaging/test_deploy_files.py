@@ -52,7 +52,7 @@ def check_command(words: Sequence[str]) -> None:
     """Fails on a command, option or value that `rlbuffer` does not have, and on a worker without a section."""
     assert words[0].rpartition("/")[2] == "rlbuffer", words
     assert words[1] in COMMANDS
-    command = importlib.import_module(f"rlbuffer_cli.commands.{words[1]}").command
+    command = importlib.import_module(f"rlbuffer_cli.commands.{words[1].replace('-', '_')}").command
     context = command.make_context(words[1], list(words[2:]))
     if words[1] == "worker":
         assert context.params["name"] in load(ROOT / "rlbuffer.toml", environ={}).settings.worker

@@ -17,7 +17,7 @@ PAGES = [
     "README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md"),
 ]
-CALL = re.compile(r"(?:^|`|\$ |bin/)rlbuffer ([a-z]+)((?: [^\n`#]*)?)", re.MULTILINE)
+CALL = re.compile(r"(?:^|`|\$ |bin/)rlbuffer ([a-z-]+)((?: [^\n`#]*)?)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -27,7 +27,7 @@ def test_every_command_and_option_on_a_page_exists(page: str) -> None:
         if name not in COMMANDS:
             unknown.append(name)
             continue
-        found = importlib.import_module(f"rlbuffer_cli.commands.{name}").command
+        found = importlib.import_module(f"rlbuffer_cli.commands.{name.replace('-', '_')}").command
         words = rest.split()
         if isinstance(found, click.Group):
             names = [word for word in words if word in found.commands]
@@ -67,7 +67,7 @@ def test_every_command_in_a_block_of_a_page_can_be_parsed(
 
 def parse(words: list[str]) -> None:
     """Parses the arguments of a command as `rlbuffer` does, and does not call it."""
-    command: click.Command = importlib.import_module(f"rlbuffer_cli.commands.{words[0]}").command
+    command: click.Command = importlib.import_module(f"rlbuffer_cli.commands.{words[0].replace('-', '_')}").command
     ctx = None
     for at, name in enumerate(words, 1):
         ctx = command.make_context(name, words[at:], parent=ctx)
@@ -81,7 +81,7 @@ def parse(words: list[str]) -> None:
 def test_every_operation_has_its_page() -> None:
     text = (ROOT / "docs" / "guide" / "operate" / "README.md").read_text(encoding="utf-8")
     operations = set(COMMANDS) - {"demo", "run", "worker", "train", "push"}
-    shown = set(re.findall(r"`rlbuffer ([a-z]+)", text))
+    shown = set(re.findall(r"`rlbuffer ([a-z-]+)", text))
     assert sorted(operations - shown) == []
 
 

@@ -30,7 +30,7 @@ EXAMPLE_FILE = Path(__file__).parents[2] / "rlbuffer.toml"
 
 
 def command(name: str) -> click.Command:
-    found = importlib.import_module(f"rlbuffer_cli.commands.{name}").command
+    found = importlib.import_module(f"rlbuffer_cli.commands.{name.replace('-', '_')}").command
     assert isinstance(found, click.Command)
     return found
 

@@ -1,0 +1,172 @@
+"""Workers, leader and trainer of a recorded run on one virtual clock, with other settings of the batcher.
+
+Task n of an env takes as long, and is as long, as recorded; one beyond the record is like one of the env's, drawn. A
+worker takes a ticket when fewer are out than allowed, and its ticket is out until the leader has read the group and
+said what is allowed then. The trainer takes its recorded seconds; the version of a step is there when it is trained.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from rlbuffer.batcher.admission import ANY_ENV
+from rlbuffer.batcher.batcher import Batcher
+from rlbuffer.batcher.turn import take_turn
+from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.step_plan import Drop, StepPlan
+from rlbuffer.what_if.outcome import Fate, Outcome, oldest_of, outcome_of
+
+Tasks = Callable[[str, int, int], tuple[float, GroupInfo]]
+"""(env, number, version) -> seconds, and the group."""
+ASK_SECONDS = 0.06
+"""Mean time from one ask for a ticket to the next."""
+LONGEST_SECONDS = 1e6
+"""A run that makes no step for so long makes none."""
+
+
+class World:
+    """One run.
+
+    Args:
+        config: the settings.
+        tasks: what a ticket becomes.
+        workers: the env of each.
+        train_seconds: of a step.
+        turn_seconds: from a push, or a trained step, to the leader's decision.
+        world_size: ranks.
+        steps: how many to train.
+        seed: draws when workers ask.
+        needs_advantage: as the recorded trainer's loss.
+    """
+
+    def __init__(
+        self,
+        config: BatcherConfig,
+        tasks: Tasks,
+        workers: list[str],
+        *,
+        train_seconds: float,
+        turn_seconds: float,
+        world_size: int,
+        steps: int,
+        seed: int,
+        needs_advantage: bool,
+    ) -> None:
+        self._config, self._tasks, self._steps, self._world_size = config, tasks, steps, world_size
+        self._train_seconds, self._turn_seconds = train_seconds, turn_seconds
+        self._batcher = Batcher(config, needs_advantage=needs_advantage)
+        self._rng, self._order = np.random.default_rng(seed), count()
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._now = 0.0
+        self._committed = self._trained = 0
+        self._out: dict[str, dict[int, int]] = {env: {} for env in dict.fromkeys(workers)}
+        """env -> number of a ticket that is out -> its version."""
+        self._given: Counter[str] = Counter()
+        self._allowances: Mapping[str, int] = {}
+        self._unread: list[tuple[str, int]] = []
+        self._queue: list[StepPlan] = []
+        self._is_training = self._is_ticking = False
+        self._idle_since = self._waited = 0.0
+        self._infos: dict[str, GroupInfo] = {}
+        self._fates: dict[str, Fate] = {}
+        self._later(0.0, self._turn)
+        for index, env in enumerate(workers):
+            self._later(0.001 * (index + 1), self._ask, env)
+
+    def run(self) -> Outcome:
+        """Runs until the steps are trained, or nothing happens any more."""
+        while self._trained < self._steps and self._events and self._now < LONGEST_SECONDS:
+            self._now, _, what, args = heapq.heappop(self._events)
+            what(*args)
+        return outcome_of([*self._fates.values()], steps=self._trained, seconds=self._now, waited=self._waited)
+
+    def _later(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self._events, (self._now + seconds, next(self._order), what, args))
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+    def _ask(self, env: str) -> None:
+        out = self._out[env]
+        if len(out) >= self._allowances.get(env, self._allowances.get(ANY_ENV, 0)):
+            self._later(ASK_SECONDS * self._rng.uniform(0.5, 1.5), self._ask, env)
+            return
+        number = self._given[env]
+        self._given[env] += 1
+        out[number] = self._trained
+        seconds, info = self._tasks(env, number, self._trained)
+        self._later(seconds, self._push, env, number, info)
+
+    def _push(self, env: str, number: int, info: GroupInfo) -> None:
+        self._infos[info.group_id] = info
+        self._batcher.add(info, entry_id=f"{next(self._order)}-0", now=self._now, pushed=self._now)
+        self._unread.append((env, number))
+        self._later(self._turn_seconds, self._turn)
+        self._later(0.0, self._ask, env)
+
+    # -- leader -------------------------------------------------------------------------------------------------------
+    def _turn(self) -> None:
+        for env, number in self._unread:
+            self._out[env].pop(number, None)
+        self._unread.clear()
+        step = self._committed + 1
+        turn = take_turn(
+            self._batcher,
+            step=step,
+            published={"": self._trained},
+            under_way=self._out if self._config.slow == "wait" else {},
+            is_held=step > self._trained + 1 + self._config.lookahead,
+            world_size=self._world_size,
+            now=self._now,
+        )
+        self._drop(turn.drops)
+        self._allowances = dict(turn.allowances)
+        if turn.decision is None:
+            return
+        if turn.decision.plan is None:
+            if not self._is_ticking:  # rules that go by the clock
+                self._is_ticking = True
+                self._later(0.5, self._tick)
+            return
+        self._commit(turn.decision.plan)
+        self._later(self._turn_seconds, self._turn)
+
+    def _tick(self) -> None:
+        self._is_ticking = False
+        self._turn()
+
+    def _drop(self, drops: tuple[Drop, ...]) -> None:
+        self._batcher.dropped(drops)
+        for drop in drops:
+            self._decide(drop.group_id, reason=str(drop.reason))
+
+    def _commit(self, plan: StepPlan) -> None:
+        self._batcher.committed(plan)
+        self._committed = plan.step
+        for group_id in plan.group_ids:
+            self._decide(group_id, age=plan.step - 1 - oldest_of([self._infos[group_id]]))
+        self._queue.append(plan)
+        self._begin()
+
+    def _decide(self, group_id: str, *, age: int | None = None, reason: str = "") -> None:
+        info = self._infos[group_id]
+        length = info.tokens / max(1, info.totals.rollouts)
+        self._fates.setdefault(group_id, Fate(tokens=info.tokens, length=length, age=age, reason=reason))
+
+    # -- trainer ------------------------------------------------------------------------------------------------------
+    def _begin(self) -> None:
+        if self._queue and not self._is_training:
+            plan = self._queue.pop(0)
+            self._waited += self._now - self._idle_since
+            self._is_training = True
+            self._later(self._train_seconds, self._finish, plan.step)
+
+    def _finish(self, step: int) -> None:
+        self._trained, self._is_training, self._idle_since = step, False, self._now
+        self._begin()
+        self._later(self._turn_seconds, self._turn)

@@ -1,0 +1,163 @@
+"""What-if on the archive of a run: its decisions come out again byte for byte, and what cannot be known is refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_runs import Served
+from store_runs import Run
+
+import rlbuffer
+from rlbuffer.archive.library import Archive
+from rlbuffer.client.buffer import Buffer
+from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import ArchiveError, ConfigError
+from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.testing import make_group
+from rlbuffer.what_if import estimate, read, repeat
+from rlbuffer.what_if.recorded import changed
+from rlbuffer_cli.main import main
+
+STEPS = 8
+
+
+def record(folder: Path, *, steps: int = STEPS, takes_over: bool = False, **batcher: Any) -> Path:
+    """The archive of a run of two envs, one of which takes longer."""
+    run = Run(f"memory://{uuid.uuid4().hex}", folder)
+    settings = RunSettings(redis_url=run.url, archive={"dir": str(folder / "archive")})
+    config = rlbuffer.BatcherConfig(**{"row_tokens": 256, "step_groups": 3, "max_age": 1, **batcher})
+    served, stop = Served(run), threading.Event()
+    buffer = Buffer(run.again(), settings=RunSettings())
+
+    def work(env: str, seconds: float) -> None:
+        writer = buffer.writer(f"{env}-worker")
+        while not stop.is_set():
+            for ticket in writer.take(env, timeout_seconds=0.05):
+                version = buffer.policy.version
+                stop.wait(seconds)
+                lengths = [8 + ticket.number % 5] * 4
+                writer.push(ticket, make_group(size=4, lengths=lengths, version=version).rollouts, planned_size=4)
+
+    threads = [threading.Thread(target=work, args=each) for each in (("a", 0.005), ("b", 0.03))]
+    try:
+        with buffer.reader(timeout_seconds=100) as reader:
+            reader.start()
+            reader.announce(PolicyVersion(version=0))
+            served.serve(config, settings=settings)
+            for thread in threads:
+                thread.start()
+            for step in reader.steps(last=steps):
+                reader.announce(PolicyVersion(version=step.number))
+                reader.trained(step)
+                seconds = {"total": 0.02, "wait": 0.01}
+                reader.add_record({"step": step.number, "epoch": step.epoch, "digest": step.digest, "seconds": seconds})
+                if takes_over and step.number == steps // 2:
+                    served.stop()
+                    served.serve(config, settings=settings)
+            served.stop()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        served.close()
+        run.close()
+    return folder / "archive"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"takes_over": True},
+        {"slow": "wait"},
+        {"step_groups": 0, "row_tokens": 128, "micro_batches_per_rank": 2},
+        {"order": "priority", "flat": 0.5, "budgets": {"a": 0.7, "b": 0.3}},
+        {"max_uses": 2, "max_age": 3},
+        {"max_uses": 2, "max_age": 3, "takes_over": True},
+    ],
+    ids=str,
+)
+def test_every_commit_and_drop_comes_out_again(tmp_path: Path, settings: dict[str, Any]) -> None:
+    recorded = read(Archive(record(tmp_path, **settings)))
+    repeated = repeat(recorded)
+    assert (repeated.equal, repeated.differs) == (len(recorded.commits), "")
+    assert repeated.steps >= STEPS
+    assert repeated.is_exact
+
+
+def test_a_push_that_the_archive_lacks_is_found_at_the_step_that_took_it(tmp_path: Path) -> None:
+    recorded = read(Archive(record(tmp_path)))
+    taken = recorded.commits[3].header.group_ids[0]
+    recorded.pushes[:] = [push for push in recorded.pushes if push.info.group_id != taken]
+    repeated = repeat(recorded)
+    assert repeated.equal == 3
+    assert repeated.differs.startswith("step 4: ")
+    assert not repeated.is_exact
+
+
+def test_an_estimate_has_a_range_and_follows_the_settings(tmp_path: Path) -> None:
+    recorded = read(Archive(record(tmp_path)))
+    assert sorted(recorded.workers) == ["a", "b"]
+    usual = estimate(recorded, recorded.config, {}, seeds=3)
+    low, high = usual.spread("steps_per_hour")
+    assert 0 < low <= usual.mean("steps_per_hour") <= high
+    larger = estimate(recorded, changed(recorded.config, {"batcher.step_groups": 6}), {}, seeds=1)
+    assert larger.mean("steps_per_hour") < low
+    again = estimate(recorded, recorded.config, {}, seeds=3)
+    assert usual == again
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("trainer.loss.name", "replay"),
+        ("worker.a.sampler", "sampler"),
+        ("gateway.engines", "engines"),
+        ("batcher.flat", "rewards"),
+        ("batcher.maximal_age", "no setting"),
+        ("max_age", "no setting"),
+    ],
+)
+def test_what_cannot_be_known_is_refused_by_name(setting: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        changed(rlbuffer.BatcherConfig(64), {setting: 4})
+    assert str(caught.value).startswith(setting)
+
+
+def test_waiting_for_slow_groups_brings_its_order_along() -> None:
+    config = changed(rlbuffer.BatcherConfig(64), {"batcher.slow": "wait", "batcher.budgets.a": 0.5})
+    assert (config.order, config.slow, config.budgets) == ("oldest_first", "wait", {"a": 0.5})
+
+
+def test_an_archive_whose_decisions_are_not_whole_is_refused(tmp_path: Path) -> None:
+    archive = Archive(record(tmp_path))
+    archive.__dict__["lacks"] = ("the pool entry of each push",)
+    with pytest.raises(ArchiveError, match="lacks the pool entry"):
+        read(archive)
+    archive = Archive(tmp_path / "archive")
+    archive.__dict__["steps"] = archive.steps[2:]
+    with pytest.raises(ArchiveError, match="taken back or lost"):
+        read(archive)
+
+
+def test_the_command_sweeps_values_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, picture = str(record(tmp_path)), tmp_path / "ages.png"
+    sets = ["--set", "batcher.max_age=1,3", "--set", "batcher.order=oldest_first"]
+    capsys.readouterr()
+    assert main(["what-if", folder, *sets, "--seeds", "2", "--json", "-o", str(picture)]) == 0
+    head, usual, *others = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (head["schema"], head["equal"]) == ("rlbuffer.what-if/1", head["steps"])
+    assert (usual["changes"], usual["seeds"]) == ({}, 2)
+    assert [each["changes"]["batcher.max_age"] for each in others] == [1, 3]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["what-if", folder, "--set", "batcher.max_age=3", "--seeds", "1"]) == 0
+    told = capsys.readouterr().out
+    assert f"Made again: {head['steps']} of {head['steps']} commits" in told
+    assert "max_age 3" in told
+    assert main(["what-if", folder, "--set", "max_age"]) == 2
+    assert main(["what-if", folder, "--set", "trainer.loss.name=clip"]) == 3
