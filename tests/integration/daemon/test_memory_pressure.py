@@ -331,9 +331,12 @@ def test_a_push_whose_payload_was_taken_for_a_stray_is_stored_once(
             run.client.config_set("maxmemory", run.store.server()["used_memory"])
             served.wait_for(lambda: not run.client.exists(batch[0].key), SECONDS)
             run.client.config_set("maxmemory", "16mb")
-            monkeypatch.setattr("rlbuffer.store.producer._add_payload", lambda pipe, push, **how: pipe.ping())
-            monkeypatch.setattr("rlbuffer.store.producer._TRANSACTION", 1)
-            monkeypatch.setattr("rlbuffer.store.producer._fault", lambda push, answers: None)
+            monkeypatch.setattr(
+                "rlbuffer.store.producer._add_payload", lambda pipe, push, **how: (pipe.ping(), ("ping",))[1]
+            )
+            monkeypatch.setattr(
+                "rlbuffer.store.producer._fault", lambda push, commands, answers: (next(answers), None)[1]
+            )
         send(source, batch, replies)
         monkeypatch.undo()
 
