@@ -86,7 +86,7 @@ def wrong(asked: Sequence[NamedFunction], folders: Sequence[str], python: Python
     return found
 
 
-def look(one: NamedFunction) -> Iterator[Wrong]:
+def problems_of(one: NamedFunction) -> Iterator[Wrong]:
     """What is wrong with one function, in this process."""
     setting = one.setting
     try:
@@ -136,7 +136,7 @@ def main() -> None:
         os.dup2(2, 1)
         print(rlbuffer.__version__, file=answers, flush=True)
         for one in json.load(sys.stdin):
-            print(json.dumps(list(look(NamedFunction(*one)))), file=answers, flush=True)
+            print(json.dumps(list(problems_of(NamedFunction(*one)))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

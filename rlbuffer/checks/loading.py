@@ -81,7 +81,7 @@ def diagnose(config: str | None, flags: Mapping[str, tuple[str, Any]], parts: Pa
     if has_place and not any(
         one.level is Level.FAILURE and one.check in ("home", "server-address") for one in findings
     ):
-        yield from server.look(Context(loaded=loaded, parts=frozenset(parts)))
+        yield from server.check_server(Context(loaded=loaded, parts=frozenset(parts)))
 
 
 def checks_of(setting: str) -> tuple[Check, ...]:

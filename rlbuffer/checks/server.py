@@ -73,7 +73,7 @@ class _Unchecked(Connection):
             check_no_sentinel(dict(self.client.info()), self.address, self._source())
 
 
-def look(c: Context) -> Iterator[Finding]:
+def check_server(c: Context) -> Iterator[Finding]:
     """What the checks of the server find. What this user may not ask is not known, and no failure."""
     url = c.settings.redis_url
     if url and is_memory(url):
@@ -118,7 +118,7 @@ class WhileItLasts:
         self._well: dict[str, str] = {}
         """STEADY checks -> what they said when all was well."""
 
-    def look(self) -> list[str]:
+    def faults(self) -> list[str]:
         """What is wrong now, each with what to do.
 
         Raises:

@@ -93,7 +93,7 @@ class RankZeroWatch:
             time.sleep(pause)
             pause = min(1.25 * pause, LONGEST_PAUSE_SECONDS)
 
-    def look(self, step: int, last: int) -> None:
+    def check(self, step: int, last: int) -> None:
         """Step `step` is waited for, the newest one is `last`. Raises BatchTimeout when only rank 0 can have it."""
         rank_0 = self._store.rank_0() if last < step else None
         if rank_0 is None or rank_0.hand.step != step or not rank_0.hand.digest:
@@ -124,7 +124,7 @@ class Skew:
         self._apart = 0
         self._is_told = False
 
-    def look(self, step: int, beats: Mapping[str, Mapping[str, Any]], *, now: float) -> str:
+    def fault(self, step: int, beats: Mapping[str, Mapping[str, Any]], *, now: float) -> str:
         """Returns the fault, once; "" while there is none.
 
         Args:

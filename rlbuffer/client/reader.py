@@ -480,7 +480,7 @@ class Reader:
                         refused_for(seconds, refusal) if refusal else no_batch(self._store, number, seconds)
                     )
                 if self.rank == 0 and self.warns:
-                    long.look(f"step {number}")
+                    long.warn(f"step {number}")
                 self._waiting = Waiting(kind=Wait.STEP, step=number)
             self._raise_fault()
             step = future.result()
@@ -534,7 +534,7 @@ class Reader:
         """Every rank looks for itself: rank 0 would say it only in an exchange that the others do not come to."""
         meta = self._progress.check_run()
         if self.rank:
-            self._rank_0.look(number, meta.step)
+            self._rank_0.check(number, meta.step)
         check_feeds(self._store.run, meta, self._feeds)
         if meta.error:
             raise BatcherFailed(f"the batcher of run {self._store.run!r} failed: {meta.error}")
@@ -574,7 +574,7 @@ class Reader:
 
     def _look_at_the_others(self) -> None:
         beats = self._store.heartbeats("rank") if self._skew.watches else {}
-        if wrong := self._skew.look(self.step, beats, now=time.monotonic()):
+        if wrong := self._skew.fault(self.step, beats, now=time.monotonic()):
             _log.warning("run %s: %s", self._store.run, wrong)
 
     def _raise_fault(self) -> None:

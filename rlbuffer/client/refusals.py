@@ -109,7 +109,7 @@ class LongWait:
         self._since = time.monotonic()
         self._next = self._since + LONG_WAIT_SECONDS
 
-    def look(self, what: str) -> None:
+    def warn(self, what: str) -> None:
         """`what` is still not there. Never raises, nor waits for a server that is away longer than its patience."""
         now = time.monotonic()
         if now < self._next:

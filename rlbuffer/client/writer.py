@@ -202,7 +202,7 @@ class Writer:
             left = pause if deadline is None else min(pause, deadline - time.monotonic())
             if left <= 0:
                 return []
-            long.look(f"a ticket of {env}")
+            long.warn(f"a ticket of {env}")
             time.sleep(left)
 
     def tickets(self, env: str, *, size: int | None = None) -> Iterator[Ticket]:

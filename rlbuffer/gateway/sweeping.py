@@ -128,7 +128,7 @@ class Sweeper:
             await asyncio.sleep(SWEEP_SECONDS)
 
     async def _end_abandoned(self) -> None:
-        def look() -> list[str]:
+        def end_them() -> list[str]:
             try:
                 is_there = self._contact.noted(self._store.now(), self._store.losses())
                 return self._store.end_abandoned() if is_there else []
@@ -136,7 +136,7 @@ class Sweeper:
                 self._contact.lost()
                 raise
 
-        names = await in_thread(look)
+        names = await in_thread(end_them)
         self.abandoned += len(names)
         for name in names:
             _log.warning("open rollout %s is abandoned: nothing was heard of it. It is a failed attempt", name)

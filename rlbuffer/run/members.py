@@ -84,7 +84,7 @@ def serve(
             settings.batcher,
             replace_config=replace_config,
             follows=follows,
-            look=WhileItLasts(buffer.settings).look,
+            look=WhileItLasts(buffer.settings).faults,
         )
         with serving_metrics(settings, buffer.store.errors, origin=origin):
             daemon.run(stop)

@@ -30,7 +30,7 @@ class RunLog:
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     log = RunLog(Path(folder) / "logs" / "run.log", say=lambda name, line: print(f"{name}: {line}"))
         ...     log.open()
-        ...     log.say("serve", "step 1 is ready")
+        ...     log.write_line("serve", "step 1 is ready")
         ...     log.close()
         ...     len(log.path.read_text().splitlines())
         serve: step 1 is ready
@@ -52,7 +52,7 @@ class RunLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._is_open = True
 
-    def say(self, name: str, line: str) -> None:
+    def write_line(self, name: str, line: str) -> None:
         """Takes in one line."""
         try:
             with self._lock:
@@ -77,7 +77,7 @@ class RunLog:
                             self.errors[name] = []
                         if name in self.errors:
                             self.errors[name].append(line.rstrip())
-                        self.say(name, line.rstrip())
+                        self.write_line(name, line.rstrip())
 
         thread = threading.Thread(target=copy, name=f"log-{name}", daemon=True)
         thread.start()

@@ -114,7 +114,7 @@ class Supervisor:
                 operator.open_run()
                 operator.expect(settings.worker)
                 server = buffer.store.server()
-                self.log.say(
+                self.log.write_line(
                     "run", f"run {settings.run!r} on {server['name']} {server['version']} at {server['address']}"
                 )
                 ended, children = threading.Event(), self._children()
@@ -161,7 +161,7 @@ class Supervisor:
         try:
             forkserver.wait_until_loaded(context)
         except Exception as error:
-            self.log.say("run", f"the forkserver does not answer: {type(error).__name__}: {error}")
+            self.log.write_line("run", f"the forkserver does not answer: {type(error).__name__}: {error}")
         finally:
             self._is_warm.set()  # without it: whoever forks next meets the same error, and ends the run
 
@@ -195,7 +195,7 @@ class Supervisor:
         """Whoever begins rollouts needs a token, which no agent has: one is drawn where none is set."""
         file, environment = drawn_token(self.settings.run_dir), None
         if file is not None:
-            self.log.say("run", f"whoever begins rollouts at the gateway needs the token in {file}")
+            self.log.write_line("run", f"whoever begins rollouts at the gateway needs the token in {file}")
             environment = {**os.environ, TOKEN_FILE_VARIABLE: str(file)}
         return self._start_apart(title, "gateway", title, environment=environment)
 
@@ -276,13 +276,13 @@ class Supervisor:
             except Exception as error:  # anybody may write there, and pids are for people
                 if str(error) != message:
                     message = str(error)
-                    self.log.say("run", f"the ranks' heartbeats cannot be read: {type(error).__name__}: {error}")
+                    self.log.write_line("run", f"the ranks' heartbeats cannot be read: {type(error).__name__}: {error}")
                 continue
             embedded = getattr(getattr(buffer.store, "connection", None), "embedded", None)
             if embedded is not None:
                 seen["server"] = int(embedded.pid)
             for name, pid in sorted(seen.items() - self._seen.items()):
-                self.log.say("run", f"{name} has pid {pid}")
+                self.log.write_line("run", f"{name} has pid {pid}")
             self._seen = seen
 
     def _look_after(self, child: Child, buffer: Buffer) -> int | None:
@@ -296,7 +296,7 @@ class Supervisor:
                 child.process = child.start()
             except OSError as error:  # its Python is gone, or the host has no room for a process
                 return self._failed(child, f"cannot be started ({error})", code=1)
-            self.log.say(child.name, f"started, pid {child.pid}")
+            self.log.write_line(child.name, f"started, pid {child.pid}")
             return None
         code = child.exit_code()
         if code is None:
@@ -305,7 +305,7 @@ class Supervisor:
         if child.name == "train" and code == 0:
             self.trainer_done = True
             steps = plural(self.settings.trainer.steps, "step")
-            self.log.say("run", self._how_it_ended(buffer) or f"the trainer has made its {steps}")
+            self.log.write_line("run", self._how_it_ended(buffer) or f"the trainer has made its {steps}")
             return 0
         if code == members.DONE or (child.name == "serve" and code == 0 and self._how_it_ended(buffer)):
             child.is_finished = True
@@ -321,12 +321,12 @@ class Supervisor:
         if code in REFUSALS or child.failures >= MAX_FAILURES:
             self._ended_by = child.name
             why = "it would be refused again" if code in REFUSALS else f"{child.failures} failures in a row"
-            self.log.say("run", f"{child.name} {how}, {why}: giving up. See {self.log.path}")
+            self.log.write_line("run", f"{child.name} {how}, {why}: giving up. See {self.log.path}")
             return code if code > 0 else 1
         pause = min(FIRST_PAUSE_SECONDS * 2 ** (child.failures - 1), LAST_PAUSE_SECONDS)
         child.restart_at = now + pause
         self.restarts += 1
-        self.log.say("run", f"{child.name} {how}; starting it again in {pause:.1f} s")
+        self.log.write_line("run", f"{child.name} {how}; starting it again in {pause:.1f} s")
         return None
 
     def _how_it_ended(self, buffer: Buffer) -> str:
@@ -361,10 +361,10 @@ class Supervisor:
                 while child.process is not None and child.exit_code() is None:
                     if time.monotonic() > said_at and patience > DRAIN_SECONDS:
                         has = f"has {patience:.0f} s for its step and a checkpoint; ctrl-C again ends it at once"
-                        self.log.say("run", f"{child.name} {has}")
+                        self.log.write_line("run", f"{child.name} {has}")
                         said_at = math.inf
                     if time.monotonic() > deadline:
-                        self.log.say("run", f"{child.name} did not stop within {patience:.0f} s: killed")
+                        self.log.write_line("run", f"{child.name} did not stop within {patience:.0f} s: killed")
                         send(child.pid, signal.SIGKILL)
                         deadline = time.monotonic() + DRAIN_SECONDS
                     time.sleep(0.02)

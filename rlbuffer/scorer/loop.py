@@ -35,10 +35,10 @@ from rlbuffer.errors import (
 )
 from rlbuffer.process.heartbeat import starting
 from rlbuffer.process.logs import fields
-from rlbuffer.process.progress import ThroughputLog
 from rlbuffer.process.serving import serve_until_stopped
 from rlbuffer.process.signals import Stopped
 from rlbuffer.process.threads import in_thread
+from rlbuffer.process.throughput_log import ThroughputLog
 from rlbuffer.records.group import Group
 from rlbuffer.records.rollout import with_column
 from rlbuffer.records.waiting import Wait, Waiting
@@ -149,7 +149,7 @@ class _Scorer:
         finally:
             self._beat.hold([])
             self._beat.close()
-            self._progress.say()
+            self._progress.flush()
             beat = self._beat
             counts = {"groups": beat.groups, "rollouts": beat.rollouts}
             counts |= {"late": beat.late, "failed_groups": beat.failed_groups}

@@ -92,10 +92,10 @@ class LeaderStore(TicketStore):
         if self.connection.is_memory:
             return None
 
-        def look(_: Any) -> list[Waiting | None]:
+        def read(_: Any) -> list[Waiting | None]:
             return [until_whole(server, self.connection.address) for server in self.connection.servers()]
 
-        return next(filter(None, self.look(look)), None)
+        return next(filter(None, self.look(read)), None)
 
     def lease(self, owner: str, *, ttl_seconds: float) -> Lease:
         """LEASE: acquires it for `owner`, one per process start; all that follows is under its token."""

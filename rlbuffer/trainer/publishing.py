@@ -114,7 +114,7 @@ class Publishing:
             self._session.when_there_is_room(self._join)
             self._is_settled = True
 
-    def look(self) -> bool:
+    def has_failed(self) -> bool:
         """Asked again and again while rank 0 waits for a step, which may be waiting for this very version. -> True: it
         will not come, and :meth:`check` says why.
 
@@ -134,7 +134,7 @@ class Publishing:
 
     def check(self) -> None:
         """Raises what the thread has raised, unless it is tried again."""
-        if self.look() and self._way is not None:
+        if self.has_failed() and self._way is not None:
             self._way.result()
 
     # -- on its way ---------------------------------------------------------------------------------------------------

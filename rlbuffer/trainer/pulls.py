@@ -84,7 +84,9 @@ class Pulls:
         session.stalls.pulling(number)
         try:
             if self._steps is None:
-                self._steps = session.reader.steps(number, until=lambda: session.stop.is_set or self._publishing.look())
+                self._steps = session.reader.steps(
+                    number, until=lambda: session.stop.is_set or self._publishing.has_failed()
+                )
             step = None if session.stop.is_set else next(self._steps, None)
             if step is None and not session.stop.is_set and not session.reader.has_ended:
                 failure = RlbufferError("the reader ended without a step")
@@ -97,6 +99,6 @@ class Pulls:
         session.stalls.has(number)
         meanwhile = None
         if step is not None:
-            meanwhile = partial(session.stalls.look, number, partial(session.reader.still_there, step))
+            meanwhile = partial(session.stalls.check, number, partial(session.reader.still_there, step))
         stops = session.stop.is_set
         return step, agree(session.ranks, step, failure=failure, is_stopping=stops, meanwhile=meanwhile)

@@ -15,8 +15,8 @@ from rlbuffer.errors import ConfigError, RlbufferError
 from rlbuffer.process.heartbeat import Heartbeats, starting
 from rlbuffer.process.identity import may_live
 from rlbuffer.process.logs import RateLimited, fields
-from rlbuffer.process.progress import ThroughputLog
 from rlbuffer.process.stages import Stages
+from rlbuffer.process.throughput_log import ThroughputLog
 from rlbuffer.records.group import Group, Ticket
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import failing
@@ -217,7 +217,7 @@ class WorkerHeartbeat(Heartbeats):
 
     def stopped(self) -> None:
         """The worker has ended: counts since its start."""
-        self._progress.say()
+        self._progress.flush()
         failed = f", {self.failed_groups} abandoned" if self.failed_groups else ""
         text = f"stopped after {plural(self.groups, 'group')}, {plural(self.rollouts, 'rollout')}{failed}"
         counts = {"groups": self.groups, "rollouts": self.rollouts, "failed_groups": self.failed_groups}

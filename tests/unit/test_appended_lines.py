@@ -35,7 +35,7 @@ def to_metrics(folder: Path, number: int) -> Path:
 def to_log(folder: Path, number: int) -> Path:
     log = RunLog(folder / "run.log", lambda name, line: None)
     log.open()
-    log.say("serve", f"step {number}")
+    log.write_line("serve", f"step {number}")
     log.close()
     return log.path
 

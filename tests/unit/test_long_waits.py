@@ -65,5 +65,5 @@ def test_a_long_wait_is_told_again_only_after_a_minute(caplog: pytest.LogCapture
         buffer.store.role(Member).open_run()
         wait = LongWait(buffer.store)
         for _ in range(3):
-            wait.look("step 1")
+            wait.warn("step 1")
     assert len(told(caplog)) == 1

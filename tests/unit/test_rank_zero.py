@@ -77,7 +77,7 @@ def test_a_step_that_only_rank_0_can_have_is_not_waited_for_for_ever(
             if asks == "for the step that it has":
                 assert not watch.has(4, "ours", silence_seconds=500.0, check=lambda: "")
             else:
-                watch.look(4, 3)
+                watch.check(4, 3)
 
     with pytest.raises(BatchTimeout, match=r"rank 0 trains a step 4 \(digest another\) that the server has lost"):
         ask_again_and_again()
@@ -96,5 +96,5 @@ def test_a_step_that_rank_0_lets_go_of_in_time_is_forgiven(monkeypatch: pytest.M
         StepInHand(4, "a third"),
     ):
         holding._hand = hand
-        watch.look(4, 3)
+        watch.check(4, 3)
         now[0] += ranks.LOST_SECONDS - 0.1

@@ -23,18 +23,18 @@ def beats(step: int, ago: float = 0.5) -> dict[str, dict[str, float]]:
 )
 def test_ranks_that_are_two_steps_apart_for_three_looks_are_told_once(own: int, theirs: int, said: str) -> None:
     skew = Skew(0, 2)
-    told = [skew.look(own, beats(theirs), now=float(now)) for now in range(10, 20)]
+    told = [skew.fault(own, beats(theirs), now=float(now)) for now in range(10, 20)]
     assert [text.partition(":")[0] for text in told if text] == [said] * bool(said)
 
 
 def test_an_old_heartbeat_is_compared_with_what_this_rank_had_then() -> None:
     skew = Skew(0, 2)  # a step takes 0.1 s: what the other rank said 1.2 s ago is twelve steps old
-    assert [skew.look(10 * now, beats(10 * now - 12, ago=1.2), now=float(now)) for now in range(1, 9)] == [""] * 8
+    assert [skew.fault(10 * now, beats(10 * now - 12, ago=1.2), now=float(now)) for now in range(1, 9)] == [""] * 8
 
 
 def test_a_rank_that_is_gone_says_nothing() -> None:
     skew = Skew(0, 2)
-    assert [skew.look(9, beats(3, ago=2.1), now=float(now)) for now in range(1, 9)] == [""] * 8
+    assert [skew.fault(9, beats(3, ago=2.1), now=float(now)) for now in range(1, 9)] == [""] * 8
 
 
 def test_only_rank_0_of_several_looks() -> None:

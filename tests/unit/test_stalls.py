@@ -30,7 +30,7 @@ def looked(watch: StallWatch, is_there: Callable[[], bool] = lambda: True) -> No
     """Looks for longer than a rank may pull what another one has."""
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
-        watch.look(4, is_there)
+        watch.check(4, is_there)
         time.sleep(0.01)
 
 
@@ -67,4 +67,4 @@ def test_a_rank_alone_watches_nobody() -> None:
     alone = StallWatch(Ranks(0, 1, torch.device("cpu")), None)
     alone.pulling(2)
     alone.has(2)
-    alone.look(2, lambda: True)
+    alone.check(2, lambda: True)

@@ -21,8 +21,8 @@ def test_a_full_disk_is_said_once_and_stops_nobody_from_being_heard() -> None:
     heard: list[tuple[str, str]] = []
     log = RunLog(Path("/dev/full"), lambda name, line: heard.append((name, line)))
     log.open()
-    log.say("serve", "one")
-    log.say("serve", "two")
+    log.write_line("serve", "one")
+    log.write_line("serve", "two")
     log.close()
     assert [line for name, line in heard if name == "serve"] == ["one", "two"]
     assert [line.split(":")[1] for name, line in heard if name == "run"] == [

@@ -67,7 +67,7 @@ class Engine(Protocol):
             ConfigError: it was not started for it.
         """
 
-    async def look(self) -> None:
+    async def identify(self) -> None:
         """Looks again which model and which context it has, without sampling. Raises as :meth:`probe` does."""
 
     async def render(self, request: AgentRequest, *, opens: bool) -> Rendering:

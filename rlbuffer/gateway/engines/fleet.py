@@ -274,7 +274,7 @@ class Fleet:
         """An engine that was found out has the same template still; its model and context are known anew."""
         if place.template is None or place.engine is None:
             return False
-        await place.engine.look()
+        await place.engine.identify()
         return await shown(_rendering(place.engine)) == place.shown
 
     async def _find_out(self, place: _Place) -> None:
@@ -301,7 +301,7 @@ class Fleet:
             await endpoint.call("GET", "/version", seconds=ENDPOINT_PROBE_SECONDS)
         except NoSuchPage:
             try:
-                await endpoint.look()
+                await endpoint.identify()
             except NoSuchPage:
                 raise SamplerUnavailable(
                     f"{place.url} answers 404 to /version and /v1/models. It is no engine, or the engine behind it is "

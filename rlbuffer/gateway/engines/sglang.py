@@ -40,7 +40,7 @@ class SglangEngine:
         return self.endpoint.url
 
     async def probe(self) -> None:
-        await self.look()
+        await self.identify()
         request = AgentRequest(messages=({"role": "user", "content": "x"},))
         rendering = await self.render(request, opens=True)
         if self._experts is not None:
@@ -49,7 +49,7 @@ class SglangEngine:
             except RequestFailed as error:  # what it lacks in the simplest answer, it lacks in all
                 raise ConfigError(str(error), setting="gateway.record_experts") from error
 
-    async def look(self) -> None:
+    async def identify(self) -> None:
         told = await self.endpoint.call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
         try:
             model = (told.get("data") or [{}])[0]

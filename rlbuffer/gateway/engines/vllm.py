@@ -63,8 +63,8 @@ class VllmEngine:
         await self.endpoint.probe(resumes=False)
         self._check_weights()
 
-    async def look(self) -> None:
-        await self.endpoint.look()
+    async def identify(self) -> None:
+        await self.endpoint.identify()
         self._check_weights()
 
     def _check_weights(self) -> None:
@@ -136,7 +136,7 @@ class VllmEngine:
         """Looks at it again where an answer is of other weights than the one before. Raises as :meth:`look` does."""
         version = max((span.policy_version for span in completion.version_spans), default=-1)
         if version != self._version:
-            await self.look()
+            await self.identify()
             self._version = version
 
     async def _parsed(

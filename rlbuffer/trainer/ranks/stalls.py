@@ -44,7 +44,7 @@ class StallWatch:
         self._note(f"has {step}")
         self._next_look, self._since = time.monotonic() + STALL_LOOK_SECONDS, {}
 
-    def look(self, step: int, is_there: Callable[[], bool]) -> None:
+    def check(self, step: int, is_there: Callable[[], bool]) -> None:
         """Looks at the others, now and then, while this rank has `step` and they do not all have it.
 
         `is_there` is asked where one of them pulls: whether the step could be pulled now.

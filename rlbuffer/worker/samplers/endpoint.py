@@ -197,11 +197,11 @@ class Endpoint:
             SamplerUnavailable: it gives none in time, or stays paused.
             ConfigError: it refuses, or does not answer as the worker needs it: no token ids, no versions.
         """
-        await self.look()
+        await self.identify()
         await self._release(resumes=resumes)
         await self.answers()
 
-    async def look(self) -> None:
+    async def identify(self) -> None:
         """Learns which model and which context it has. Raises as :meth:`probe` does."""
         answer = await self.call("GET", "/v1/models", seconds=ENDPOINT_PROBE_SECONDS)
         models = answer.get("data") or [{}]

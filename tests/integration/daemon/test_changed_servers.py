@@ -55,7 +55,7 @@ CHANGES = [
 def test_a_change_is_a_problem_while_it_lasts(
     server: OwnServer, served: Served, name: str, value: str, before: str, said: str
 ) -> None:
-    run, look = served.run, WhileItLasts(RunSettings(redis_url=server.url)).look
+    run, look = served.run, WhileItLasts(RunSettings(redis_url=server.url)).faults
     assert look() == []
     served.serve(CONFIG, look=look)
     served.wait_for(lambda: [line for line in served.events if line["event"] == "ready"])
@@ -72,7 +72,7 @@ def test_a_change_is_a_problem_while_it_lasts(
 
 def test_what_is_so_from_the_start_was_chosen(server: OwnServer) -> None:
     with OwnServer(server.directory / "another", options={"appendonly": "no"}) as another:
-        look = WhileItLasts(RunSettings(redis_url=another.url)).look
+        look = WhileItLasts(RunSettings(redis_url=another.url)).faults
         assert [look(), look()] == [[], []]
 
 

@@ -115,7 +115,7 @@ def test_a_server_that_is_away_is_named() -> None:
     async def ask() -> None:
         endpoint = Endpoint(url, timeout_seconds=60.0)
         try:
-            await endpoint.look()
+            await endpoint.identify()
         finally:
             await endpoint.close()
 

@@ -33,10 +33,10 @@ class ThroughputLog:
             self._reward = (self._reward or 0.0) + reward
         self._more = more
         if not self._has_said or time.monotonic() - self._since >= EVERY_SECONDS:
-            self.say()
+            self.flush()
 
-    def say(self) -> None:
-        """Says what was not said yet."""
+    def flush(self) -> None:
+        """Logs what was not logged yet."""
         if self._groups:
             rate = self._rollouts / max(time.monotonic() - self._since, 1e-3)
             counts = plural(self._groups, "group"), plural(self._rollouts, "rollout"), f"{amount(self._tokens)} tokens"
