@@ -43,7 +43,7 @@ class Watched(Batcher):
         if self._pool.now - self._since >= self._config.slow_wait_seconds:
             return
         for env, name in sorted(self._waited):
-            if name in plan.group_ids or env in self._known.paused or not self._is_last(env, name, step):
+            if name in plan.group_ids or env in self._situation.paused or not self._is_last(env, name, step):
                 continue
             order = len(name), name
             for push in plan.rollouts.pushes:
@@ -59,7 +59,7 @@ class Watched(Batcher):
         if group is not None:
             version, adapter = group.min_version, group.adapter
         elif number.isdigit() and not self._pool.is_known(name):
-            version, adapter = self._known.under_way.get(env, {}).get(int(number), -1), ""
+            version, adapter = self._situation.under_way.get(env, {}).get(int(number), -1), ""
         else:
             return False
-        return version == last_version(self._known.steps(step)(adapter), self._config.for_env(env).max_age)
+        return version == last_version(self._situation.steps(step)(adapter), self._config.for_env(env).max_age)

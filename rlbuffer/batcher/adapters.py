@@ -71,7 +71,7 @@ class AdapterAccounts:
         self, step: int, groups: Iterable[Group], config: BatcherConfig, published: Mapping[str, int]
     ) -> tuple[AdapterAccounts, dict[str, AdapterProgress]]:
         """The accounts once `step` is committed with `groups`, in the order of selection; and each one's progress."""
-        tags = {env: dict(its) for env, its in self.tags.items()}
+        tags = {env: dict(turns) for env, turns in self.tags.items()}
         sums: dict[str, list[int]] = {adapter: [0, 0] for adapter in self.accounts}
         for group in groups:
             total = sums.setdefault(group.adapter, [0, 0])
@@ -109,7 +109,7 @@ class AdapterAccounts:
         """The accounts as msgpack types."""
         return {
             "adapters": {adapter: list(astuple(account)) for adapter, account in sorted(self.accounts.items())},
-            "turns": {env: dict(sorted(its.items())) for env, its in sorted(self.tags.items())},
+            "turns": {env: dict(sorted(turns.items())) for env, turns in sorted(self.tags.items())},
         }
 
     @staticmethod
@@ -122,7 +122,9 @@ class AdapterAccounts:
         state = state or {}
         try:
             accounts = {str(a): AdapterAccount(*map(int, values)) for a, values in state.get("adapters", {}).items()}
-            tags = {str(env): {str(a): int(t) for a, t in its.items()} for env, its in state.get("turns", {}).items()}
+            tags = {
+                str(env): {str(a): int(t) for a, t in turns.items()} for env, turns in state.get("turns", {}).items()
+            }
         except (AttributeError, TypeError, ValueError) as error:
             raise RlbufferError(
                 f"the batcher's saved state of its adapters cannot be read: {type(error).__name__}: {error}"

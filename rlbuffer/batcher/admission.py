@@ -62,20 +62,20 @@ class EnvSupply:
     """The mean of them, as `mean`."""
 
 
-def awaited_envs(known: Situation, trial: Trial, step: int) -> list[str]:
+def awaited_envs(situation: Situation, trial: Trial, step: int) -> list[str]:
     """Envs that the open step waits for: those that are short, else all that have nothing more to give."""
     if trial.short:
         return trial.short + trial.lent
     selected = {g.env for g in trial.groups}
-    exhausted = [e for e in trial.exhausted if e not in known.done]
-    idle = known.paused | known.done | set(exhausted)
-    envs = [e for e in known.known() if e not in idle and not budget.is_off(known.config, e, step)]
+    exhausted = [e for e in trial.exhausted if e not in situation.done]
+    idle = situation.paused | situation.done | set(exhausted)
+    envs = [e for e in situation.known() if e not in idle and not budget.is_off(situation.config, e, step)]
     unheard = [e for e in envs if e not in selected]
-    return exhausted + [e for e in unheard if not known.pool.env(e).ready_groups]
+    return exhausted + [e for e in unheard if not situation.pool.env(e).ready_groups]
 
 
 def allow(
-    known: Situation,
+    situation: Situation,
     step: int,
     limits: Limits,
     *,
@@ -95,42 +95,42 @@ def allow(
         awaited: envs that get at least one ticket as long as a group sampled now can still train.
         taken: groups that the step before has taken, which are not gone from the pool yet.
     """
-    config = known.config
-    envs = known.known()
-    fractions = budget.shares(config, envs, None, step=step, paused=known.absent)
+    config = situation.config
+    envs = situation.known()
+    fractions = budget.shares(config, envs, None, step=step, paused=situation.absent)
     used = Counter(group.env for group in taken)
     supply = {}
     for env in fractions:
-        window = _window(known, env, step)
-        if known.short and env not in known.short and config.order == "newest_first":
+        window = _window(situation, env, step)
+        if situation.short and env not in situation.short and config.order == "newest_first":
             # The step waits for another env. Newest first, whatever this one samples beyond a step's worth only
             # pushes its own older groups out of the next steps.
             window = min(window, 1)
         # What waits for a version of its own adapter takes room from what others sample; where none of them can train
         # what is sampled now, it stands in nobody's way.
-        waited_for = known.published if window > 0 else _NOTHING
+        waited_for = situation.published if window > 0 else _NOTHING
         supply[env] = EnvSupply(
             window=window,
-            pending=max(0, known.pool.kept(env, known.steps(step), waited_for) - used[env]),
+            pending=max(0, situation.pool.kept(env, situation.steps(step), waited_for) - used[env]),
             share=fractions[env],
-            mean=known.mean(env),
-            owed=known.accounts[env].deficit if env in known.accounts else 0.0,
-            spread=known.spread(env),
-            ready=max(0, known.pool.env(env).ready_groups - used[env]),
-            ready_mean=known.ready_mean(env),
+            mean=situation.mean(env),
+            owed=situation.accounts[env].deficit if env in situation.accounts else 0.0,
+            spread=situation.spread(env),
+            ready=max(0, situation.pool.env(env).ready_groups - used[env]),
+            ready_mean=situation.ready_mean(env),
         )
     per_step = groups_per_step(supply, tokens=limits.tokens, groups=limits.groups, rollouts=limits.rollouts)
     if config.is_stream:
         # Its window counts versions, and a version takes many of its steps, which are a group each.
-        most = max(known.pace.groups_per_version, START_TICKETS)
+        most = max(situation.pace.groups_per_version, START_TICKETS)
         per_step = {env: groups * most for env, groups in per_step.items()}
-    held = {env for env in supply if waits_for_scorers(known, env, step)}
-    open_step = _open_step(known, supply, limits, known.short - held)
+    held = {env for env in supply if waits_for_scorers(situation, env, step)}
+    open_step = _open_step(situation, supply, limits, situation.short - held)
     out = allowances(supply, per_step, awaited={*awaited} - held, open_step=open_step)
     if config.slow == "wait":
-        out = slow.places(known, step, out, groups=sum(per_step.values()), least={*awaited} - held, taken=taken)
-    out.update(dict.fromkeys(known.paused, 0))
-    window = _window(known, ANY_ENV, step)
+        out = slow.places(situation, step, out, groups=sum(per_step.values()), least={*awaited} - held, taken=taken)
+    out.update(dict.fromkeys(situation.paused, 0))
+    window = _window(situation, ANY_ENV, step)
     if budget.is_open(config, step) and window > 0:
         # Where groups are counted, and can serve the open step alone, an env gets all of it at once, and no more.
         is_exact = limits.groups is not None and window == 1 and not config.is_stream
@@ -138,42 +138,49 @@ def allow(
     return out
 
 
-def waits_for_scorers(known: Situation, env: str, step: int) -> bool:
+def waits_for_scorers(situation: Situation, env: str, step: int) -> bool:
     """True when some groups of the env wait for a scorer, and so many are here that one more would wait there, too, and
     then another one: it gets no ticket for being waited for, and is not silent because it sends nothing."""
-    most = max(START_TICKETS, known.config.step_groups)
-    return any(known.pool.env(env).needs.values()) and known.pool.kept(env, known.steps(step), known.published) >= most
+    most = max(START_TICKETS, situation.config.step_groups)
+    return (
+        any(situation.pool.env(env).needs.values())
+        and situation.pool.kept(env, situation.steps(step), situation.published) >= most
+    )
 
 
 def _open_step(
-    known: Situation, supply: Mapping[str, EnvSupply], limits: Limits, short: Collection[str]
+    situation: Situation, supply: Mapping[str, EnvSupply], limits: Limits, short: Collection[str]
 ) -> dict[str, int]:
     """env -> groups that the open step still lacks, of the envs that are on policy: they can serve no later one. It
     lacks at least one of those that are `short`."""
-    config = known.config
+    config = situation.config
     if config.is_stream:
         return {}  # how many groups its trainer's open update still takes is not known
     on_policy = [e for e in supply if config.for_env(e).max_age == 0]
     # Nobody knows what an env without a budget will send; in place of an excused env the others are sampled.
-    if not on_policy or not all(budget.has_budget(config, e) for e in supply) or known.patience.excused(known.pool.now):
+    if (
+        not on_policy
+        or not all(budget.has_budget(config, e) for e in supply)
+        or situation.patience.excused(situation.pool.now)
+    ):
         return {}
     least = config.close_fill * limits.tokens
     needed = missing(supply, tokens=least, groups=limits.groups, rollouts=limits.rollouts)
     return {e: max(needed[e], e in short) for e in on_policy if e in needed}
 
 
-def _window(known: Situation, env: str, step: int) -> int:
+def _window(situation: Situation, env: str, step: int) -> int:
     """Steps from `step` on that a group of `env` sampled now can serve at least, of the adapter that reaches furthest.
 
     An adapter's own steps are never more than the run's.
     """
-    max_age, windows = known.config.for_env(env).max_age, [0]
-    for adapter in known.sampled(env):
-        own = known.steps(step)(adapter)
+    max_age, windows = situation.config.for_env(env).max_age, [0]
+    for adapter in situation.sampled(env):
+        own_step = situation.steps(step)(adapter)
         # Before anyone said what is published, assume the newest that there can be.
-        version = known.published.get(adapter, own - 1)
+        version = situation.published.get(adapter, own_step - 1)
         if version >= 0:
-            windows.append(window(version=version, max_age=max_age, last_step=own - 1))
+            windows.append(window(version=version, max_age=max_age, last_step=own_step - 1))
     return max(windows)
 
 

@@ -198,22 +198,24 @@ def load_estimator(name: str, *, setting: str = "batcher.advantage") -> Loaded:
     if ":" not in name:
         hint = did_you_mean(name, ESTIMATORS)
         raise ConfigError(f"advantage {name!r} is not an estimator: {', '.join(ESTIMATORS)}.{hint}", setting=setting)
-    own = load(setting, name, "(rewards, lengths, group)")
+    estimator = load(setting, name, "(rewards, lengths, group)")
 
     def checked(rewards: Rewards, lengths: Rewards | None, group: Mapping[str, Any]) -> Rewards:
         for_whom = f" for group {group['group_id']} of env {group['env']}" if "group_id" in group else ""
         try:
             # Copies: what it does with them must not change what is trained.
-            given = own(rewards.copy(), None if lengths is None else lengths.copy(), dict(group))
+            given = estimator(rewards.copy(), None if lengths is None else lengths.copy(), dict(group))
             values = np.array(given, dtype=np.float64)
         except (Exception, SystemExit) as error:  # it is not our code
             if len(rewards) == 1:
                 return np.zeros_like(rewards)
-            raise refused(setting, name, f"failed{for_whom}: {failed_in(own, error)}") from error
+            raise refused(setting, name, f"failed{for_whom}: {failed_in(estimator, error)}") from error
         if values.shape != rewards.shape:
             what = f"numbers of shape {list(values.shape)}"
             whole = plural(len(rewards), "rollout")
-            raise refused(setting, name, f"gave {what}{for_whom}: it must be one for each of {whole}{defined_at(own)}")
+            raise refused(
+                setting, name, f"gave {what}{for_whom}: it must be one for each of {whole}{defined_at(estimator)}"
+            )
         return values if len(rewards) > 1 else np.where(np.isfinite(values), values, 0.0)
 
     return checked

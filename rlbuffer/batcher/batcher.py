@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.batcher import adapters, admission, budget, closing, pace, situation, slow, step_plan
+from rlbuffer.batcher import adapters, admission, budget, closing, pace, slow, step_plan
 from rlbuffer.batcher.group import Group, Rejected
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.pool import EnvGroups, Pool
 from rlbuffer.batcher.selection import Limits, Trial, select
-from rlbuffer.batcher.situation import Situation
+from rlbuffer.batcher.situation import Situation, reason
 from rlbuffer.batcher.spillover import Patience
 from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import BatcherConfig
@@ -92,7 +92,7 @@ class Batcher:
         self.pools: Mapping[str, EnvGroups] = self._pool.envs
         """env -> its pending groups, with running sums; to look at."""
         self._patience = Patience(config)
-        self._known = Situation(
+        self._situation = Situation(
             config=config,
             pool=self._pool,
             patience=self._patience,
@@ -173,23 +173,23 @@ class Batcher:
 
     def set_published(self, version: int, adapter: str = "") -> None:
         """Takes in which policy version of an adapter workers can sample from now; -1 when none was announced."""
-        self._known.published[adapter] = version
+        self._situation.published[adapter] = version
 
     def set_under_way(self, tickets: Mapping[str, Mapping[int, int]]) -> None:
         """Takes in the tickets that are out: env -> number -> version with which it was taken."""
-        self._known.under_way = tickets
+        self._situation.under_way = tickets
 
     def pause(self, env: str) -> None:
         """`env` takes no part until it is resumed: no tickets, nothing of it is selected, no step waits for it.
 
         Its groups in the pool stay there and grow older. Its share goes to the others in proportion.
         """
-        self._known.paused.add(env)
+        self._situation.paused.add(env)
         self._patience.forget(env)
 
     def resume(self, env: str) -> None:
         """`env` takes part again; what it missed while it was paused is not owed to it."""
-        self._known.paused.discard(env)
+        self._situation.paused.discard(env)
 
     def set_sources(self, *, done: Collection[str], said: Collection[str] = (), others: Collection[str] = ()) -> None:
         """Takes in the envs that send nothing more, and those that may still send something.
@@ -198,8 +198,8 @@ class Batcher:
         else, as ever, when it is whole or its time is up: an env is done by its tickets when a part of each group was
         read. Once there are no others but paused envs, the steps take what there is; the last decision is `is_over`.
         """
-        known = self._known
-        known.done, known.said, known.others = frozenset(done), frozenset(said), frozenset(others)
+        situation = self._situation
+        situation.done, situation.said, situation.others = frozenset(done), frozenset(said), frozenset(others)
 
     @property
     def needs(self) -> dict[tuple[str, str], int]:
@@ -215,8 +215,8 @@ class Batcher:
         decided = self._decided
         if decided is None or (decided.step, decided.group_ids) != (plan.step, plan.group_ids):
             raise RlbufferError(f"step {plan.step} was committed, but it is not the plan that was decided last")
-        self._known.accounts, self._known.adapters = decided.accounts, decided.adapters
-        self._known.pace = decided.pace
+        self._situation.accounts, self._situation.adapters = decided.accounts, decided.adapters
+        self._situation.pace = decided.pace
         self._step, self._at, self._decided = decided.step, decided.at, None
         self._waits_since, self._full_since = self._at, None
         self._patience.committed(is_full=plan.closed_by not in (ClosedBy.TIMEOUT, ClosedBy.PARTIAL))
@@ -247,15 +247,15 @@ class Batcher:
         Raises:
             ConfigError: the user's selector or estimator failed.
         """
-        pool, patience, known = self._pool, self._patience, self._known
+        pool, patience, situation = self._pool, self._patience, self._situation
         self.waited_for = {}
         self._let_go_what_is_over(step, now, rng)
-        limits = known.limits(world_size)
-        fractions, waits_to_learn = known.fractions(step), 0
+        limits = situation.limits(world_size)
+        fractions, waits_to_learn = situation.fractions(step), 0
         patience.judge(pool.now, [env for env in fractions if budget.has_budget(self._config, env)])
         while True:
             trial, awaited = self._look(step, limits, fractions)
-            closed = closing.close(trial, known, limits, world_size)
+            closed = closing.close(trial, situation, limits, world_size)
             closed = closed or self._close_rest(step, limits, fractions, world_size)
             if closed is None:
                 break
@@ -274,19 +274,19 @@ class Batcher:
             self._full_since = pool.now if self._full_since is None else self._full_since
             waited = pool.now - self._full_since
             is_over = waited >= self._config.slow_wait_seconds
-            self.waited_for = {} if is_over else slow.awaited(known, step, closed.groups)
+            self.waited_for = {} if is_over else slow.awaited(situation, step, closed.groups)
             if not self.waited_for:
                 return self._plan(step, closed, advantages, fractions, limits, drops)
-            late, awaited = slow.reason(known, step, self.waited_for, waited), ()
+            late, awaited = slow.reason(situation, step, self.waited_for, waited), ()
         self._decided, self._awaited = None, set(awaited)
         return Decision(
             plan=None,
-            state=self._state(self._step, self._at, known),
+            state=self._state(self._step, self._at, situation),
             drops=drops,
-            why=late or situation.reason(known, step, trial, limits, fractions, waits_to_learn),
-            allowances=admission.allow(known, step, limits, awaited=awaited),
+            why=late or reason(situation, step, trial, limits, fractions, waits_to_learn),
+            allowances=admission.allow(situation, step, limits, awaited=awaited),
             dead=patience.dead(pool.now),
-            is_over=known.is_over,
+            is_over=situation.is_over,
         )
 
     def allowances(self, step: int, *, world_size: int) -> dict[str, int]:
@@ -294,13 +294,13 @@ class Batcher:
 
         Decisions carry them; between decisions (the step may not be committed yet) ask here as groups come in.
         """
-        return admission.allow(self._known, step, self._known.limits(world_size), awaited=self._awaited)
+        return admission.allow(self._situation, step, self._situation.limits(world_size), awaited=self._awaited)
 
     def lacks_groups(self, world_size: int) -> bool:
         """True while what is ready fills no step, whichever it is: then `next` makes none, unless time or an end
         closes it. Costs nothing."""
         envs = self.pools.values()
-        return self._known.limits(world_size).lacks(
+        return self._situation.limits(world_size).lacks(
             groups=sum(env.ready_groups for env in envs),
             rollouts=sum(env.ready_rollouts for env in envs),
             tokens=sum(env.ready_tokens for env in envs),
@@ -310,7 +310,7 @@ class Batcher:
 
     def pool_sums(self, step: int) -> dict[str, dict[str, Any]]:
         """env -> its groups in numbers, after `step`: as :meth:`EnvGroups.sums` says."""
-        published = self._known.published
+        published = self._situation.published
         steps = 0 if self._config.is_stream else step
         newest = {**published, "": max(steps, published.get("", 0))}
         return {name: env.sums(newest) for name, env in self.pools.items()}
@@ -325,58 +325,60 @@ class Batcher:
 
     def sweep(self, step: int) -> tuple[Drop, ...]:
         """Lets go what is too old for `step`, where `next` may not be asked yet. -> what must be dropped."""
-        self._pool.sweep_stale(self._known.steps(step), self._known.published)
+        self._pool.sweep_stale(self._situation.steps(step), self._situation.published)
         return tuple(self._pool.drops.values())
 
     # -- inside -------------------------------------------------------------------------------------------------------
     @staticmethod
-    def _state(step: int, at: float, known: Situation) -> dict[str, Any]:
+    def _state(step: int, at: float, situation: Situation) -> dict[str, Any]:
         """What is known as after `step`, as msgpack types."""
-        dumped = budget.dump(known.accounts) | known.adapters.dump() | known.pace.dump()
+        dumped = budget.dump(situation.accounts) | situation.adapters.dump() | situation.pace.dump()
         return dumped | {"step": step} | ({"at": at} if math.isfinite(at) else {})
 
     def _let_go_what_is_over(self, step: int, now: float, rng: np.random.Generator) -> None:
         """Drops or closes what time and age have overtaken, and ranks what became ready."""
-        known = self._known
-        self._pool.advance(now, step, forgets=not any(known.adapters.accounts), done=known.done & known.said)
+        situation = self._situation
+        self._pool.advance(
+            now, step, forgets=not any(situation.adapters.accounts), done=situation.done & situation.said
+        )
         self._waits_since = min(self._waits_since, self._pool.now)  # no step waits for a clock that was set back
-        self._pool.sweep_future(known.steps(step))
+        self._pool.sweep_future(situation.steps(step))
         self.sweep(step)
         if self._selector is not None:
             self._pool.rank(self._selector, rng)
 
     def _look(self, step: int, limits: Limits, fractions: Mapping[str, float]) -> tuple[Trial, Collection[str]]:
         """One trial, what it teaches about who is waited for, and the envs that need at least one ticket."""
-        known, pool = self._known, self._pool
+        situation, pool = self._situation, self._pool
         trial = self._select(step, limits, fractions)
         for group in trial.surplus:
             most = f"a step holds at most {self._config.flat:g} of flat groups"
             pool.drop(group, Reason.FLAT, f"{self.teaching.flatness(group)}, and {most}")
-        known.short = frozenset(trial.short)
-        awaited = admission.awaited_envs(known, trial, step)
+        situation.short = frozenset(trial.short)
+        awaited = admission.awaited_envs(situation, trial, step)
         self._patience.looked(
             pool.now,
-            short=[env for env in trial.short + trial.lent if not known.env_lags(env, step)],
+            short=[env for env in trial.short + trial.lent if not situation.env_lags(env, step)],
             awaited=[
                 env
                 for env in awaited
-                if not known.env_lags(env, step) and not admission.waits_for_scorers(known, env, step)
+                if not situation.env_lags(env, step) and not admission.waits_for_scorers(situation, env, step)
             ],
         )
         return trial, awaited
 
     def _select(self, step: int, limits: Limits, fractions: Mapping[str, float], *, waits: bool = True) -> Trial:
         """One trial; unless it `waits`, no env is waited for, and the others fill its place."""
-        config, known = self._config, self._known
+        config, situation = self._config, self._situation
         return select(
-            candidates=known.queues(step),
-            deficits={env: account.deficit for env, account in known.accounts.items()},
+            candidates=situation.queues(step),
+            deficits={env: account.deficit for env, account in situation.accounts.items()},
             fractions=fractions,
-            means={env: mean[0] for env, mean in known.means(fractions).items()},
+            means={env: mean[0] for env, mean in situation.means(fractions).items()},
             budgeted=[
                 env
                 for env in fractions
-                if waits and fractions[env] > 0 and env not in known.done and budget.has_budget(config, env)
+                if waits and fractions[env] > 0 and env not in situation.done and budget.has_budget(config, env)
             ],
             limits=limits,
             unit=config.unit,
@@ -384,7 +386,7 @@ class Batcher:
             teaches=self.teaching.of,
             excused=self._patience.excused(self._pool.now),
             overdue=self._patience.overdue(self._pool.now),
-            is_last=known.last_of(step),
+            is_last=situation.last_of(step),
         )
 
     def _close_rest(
@@ -392,17 +394,17 @@ class Batcher:
     ) -> closing.Closed | None:
         """Closes a step with what is ready when it is not waited for any longer: `fill_timeout_seconds` are over, or
         nothing more comes."""
-        known, timeout, now = self._known, self._config.fill_timeout_seconds, self._pool.now
-        is_last = known.is_last
+        situation, timeout, now = self._situation, self._config.fill_timeout_seconds, self._pool.now
+        is_last = situation.is_last
         if not is_last and (timeout is None or now - self._waits_since < timeout):
             return None
         groups = self._select(step, limits, fractions, waits=False).groups
         fresh = [group.pushed for group in groups if not group.used]
         if fresh and (is_last or (timeout is not None and now - min(fresh) >= timeout)):
             closed_by = ClosedBy.END if is_last else ClosedBy.TIMEOUT
-            return closing.close_as_it_is(groups, known, limits, world_size, closed_by)
+            return closing.close_as_it_is(groups, situation, limits, world_size, closed_by)
         if is_last:
-            self._pool.let_go(paused=known.paused)
+            self._pool.let_go(paused=situation.paused)
         return None
 
     def _plan(
@@ -415,22 +417,26 @@ class Batcher:
         drops: tuple[Drop, ...],
     ) -> Decision:
         """The decision to commit a step, and the accounts as they will be then."""
-        known, now, groups = self._known, self._pool.now, closed.groups
+        situation, now, groups = self._situation, self._pool.now, closed.groups
         sizes = [(g.env, g.tokens, g.rollouts) for g in groups]
-        accounts = budget.settle(known.accounts, sizes, fractions, self._config.unit)
-        accounted, progress = known.adapters.settle(step, groups, self._config, known.published)
+        accounts = budget.settle(situation.accounts, sizes, fractions, self._config.unit)
+        accounted, progress = situation.adapters.settle(step, groups, self._config, situation.published)
         asked: int | None = None
         if not self._config.is_stream:
-            progress, asked = adapters.asking(progress, known.published, known.youngest_limit, step)
-        paced = known.pace.after(known.published.get("", -1), len(groups)) if self._config.is_stream else known.pace
+            progress, asked = adapters.asking(progress, situation.published, situation.youngest_limit, step)
+        paced = (
+            situation.pace.after(situation.published.get("", -1), len(groups))
+            if self._config.is_stream
+            else situation.pace
+        )
         flat = 0 if self.teaching.is_trainers else sum(not self.teaching.of(group) for group in groups)
         plan = step_plan.step_plan(
             step, closed.laid_out, advantages, closed.plan, closed.closed_by, self._config, progress, flat
         )
         self._awaited.clear()
         self._decided = _Decided(step, plan.group_ids, accounts, accounted, paced, now)
-        known.short = frozenset()
-        after = replace(known, accounts=accounts, adapters=accounted, pace=paced)
+        situation.short = frozenset()
+        after = replace(situation, accounts=accounts, adapters=accounted, pace=paced)
         return Decision(
             plan=plan,
             state=self._state(step, now, after),

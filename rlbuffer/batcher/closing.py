@@ -37,15 +37,15 @@ class Closed:
     closed_by: ClosedBy
 
 
-def close(trial: Trial, known: Situation, limits: Limits, world_size: int) -> Closed | None:
+def close(trial: Trial, situation: Situation, limits: Limits, world_size: int) -> Closed | None:
     """The step that a trial fills; None when it stays open."""
-    groups, config = trial.groups, known.config
+    groups, config = trial.groups, situation.config
     if trial.ended is Ended.COUNT:
         closed_by = ClosedBy.GROUPS if limits.groups is not None else ClosedBy.ROLLOUTS
         laid_out = sorted(groups, key=_name)
         return Closed(groups, laid_out, plan_groups(laid_out, config, world_size), closed_by)
-    if groups and trial.ended is Ended.SHORT and known.patience.may_close(known.pool.now, trial.short):
-        return close_as_it_is(groups, known, limits, world_size, ClosedBy.PARTIAL)
+    if groups and trial.ended is Ended.SHORT and situation.patience.may_close(situation.pool.now, trial.short):
+        return close_as_it_is(groups, situation, limits, world_size, ClosedBy.PARTIAL)
     if not limits.by_rows:
         return None
     is_full = trial.ended is Ended.FULL
@@ -59,14 +59,14 @@ def close(trial: Trial, known: Situation, limits: Limits, world_size: int) -> Cl
     kinds = len({group.adapter for group in groups})
     if not is_full and 2 * trial.tokens > (limits.rows + 1 - kinds) * limits.row_tokens:
         is_full = needs_more_rows(groups, limits.row_tokens, limits.rows)
-    return close_as_it_is(groups, known, limits, world_size, ClosedBy.CAPACITY) if is_full else None
+    return close_as_it_is(groups, situation, limits, world_size, ClosedBy.CAPACITY) if is_full else None
 
 
 def close_as_it_is(
-    groups: Sequence[Group], known: Situation, limits: Limits, world_size: int, closed_by: ClosedBy
+    groups: Sequence[Group], situation: Situation, limits: Limits, world_size: int, closed_by: ClosedBy
 ) -> Closed:
     """The step of as many of these groups as it holds."""
-    config = known.config
+    config = situation.config
 
     def planner(some: Sequence[Group]) -> Plan:
         return plan_groups(some, config, world_size)

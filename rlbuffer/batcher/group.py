@@ -136,8 +136,8 @@ class Group:
     @property
     def infos(self) -> Sequence[RolloutInfo]:
         """The rollouts that have joined, in order of arrival."""
-        its = [part.rollouts for part in self.parts.values()]
-        return its[0] if len(its) == 1 else [rollout for rollouts in its for rollout in rollouts]
+        by_part = [part.rollouts for part in self.parts.values()]
+        return by_part[0] if len(by_part) == 1 else [rollout for rollouts in by_part for rollout in rollouts]
 
     @property
     def pushes(self) -> list[tuple[PlannedPush, GroupInfo]]:

@@ -2,13 +2,16 @@
 
 ::
 
-    forming --(all rollouts came and nothing is lacking, or the timeout)--> ready --trained--> used
-       |                                                                      |                 |
-       +----------------------------> dropped(reason) <-----------------------+-----------------+
+    add, restore --> forming --(all came and nothing lacks; advance: its time is up)--> ready --consume--> used, or gone
+                        |                                                                 |                 |
+                        +--advance, sweep_future, sweep_stale, rank, close, remove, drop--+-----------------+
+                                                    |
+                                                    v
+                                   dropped(reason): in `drops` until `confirm`
 
 Only :class:`Pool` moves groups, and nothing walks all of them: a step touches those that it selects or drops, and what
-it needs to know of the others is kept as running sums. A group changes between `lift`, which takes it out of every
-index and sum, and `place`, which puts it where it belongs by then.
+it needs to know of the others is kept as running sums. A group changes between `EnvGroups.remove`, which takes it out
+of every index and sum, and `EnvGroups.add`, which puts it where it belongs by then.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ class EnvGroups:
             lane = self.lanes[adapter] = Lane()
         return lane
 
-    def lift(self, group: Group) -> None:
+    def remove(self, group: Group) -> None:
         """Takes a group out of every index and sum, so that it may change. Its place in time it keeps until it ends or
         is ready."""
         self._count(group, -1)
@@ -120,7 +123,7 @@ class EnvGroups:
         else:
             lane.forming.discard(group)
 
-    def place(self, group: Group) -> None:
+    def add(self, group: Group) -> None:
         """Puts a group where it belongs."""
         self._count(group, 1)
         lane = self.lane(group.adapter)
@@ -208,13 +211,13 @@ class Pool:
         if group is None:
             group = self._begin(info, pushed)
         elif not group.is_ready:
-            self._its(group.env).lift(group)
+            self._groups_of(group.env).remove(group)
         why = group.take(entry_id, info, self.config.row_tokens)
         if why is not None:
             self._queue(drop_part(entry_id, info, why), {entry_id: info})
         self._unjudged.append(group)
         if not group.is_ready:
-            self._settle(group)
+            self._put_back(group)
         return _alone(group, entry_id)
 
     def restore(
@@ -233,14 +236,14 @@ class Pool:
                 group.hold(entry_id, info, why)
         group.is_ready = True
         self._unjudged.append(group)  # steps that trained it may be void
-        self._its(group.env).place(group)
+        self._groups_of(group.env).add(group)
         if not group.rollouts:
             self.drop(group, Reason.OVERSIZED, "no rollout of it fits a row any more")
 
     def _begin(self, info: GroupInfo, pushed: float | None, uses: int = 0) -> Group:
         """A new group, not placed yet."""
         group = self._groups[info.group_id] = Group(info, self.now, pushed, uses)
-        env = self._its(group.env)
+        env = self._groups_of(group.env)
         env.lane(group.adapter)  # it is sampled there, whatever becomes of the group
         if env.settings.max_age_seconds is not None:
             env.expiring.append(group)
@@ -258,16 +261,16 @@ class Pool:
         if group.is_ready:
             group.hold(entry_id, info, group.held.pop(old), [reason for _, reason in group.parts.pop(old).left_out])
             return True
-        self._its(group.env).lift(group)
+        self._groups_of(group.env).remove(group)
         for key, part, why in group.exchange(old, entry_id, info, self.config.row_tokens):
             self._queue(drop_part(key, part, why), {key: part})
-        self._settle(group)
+        self._put_back(group)
         return True
 
     # -- leaving ------------------------------------------------------------------------------------------------------
     def drop(self, group: Group, reason: Reason, detail: str) -> None:
         """Takes a group out and queues its drop."""
-        self._its(group.env).lift(group)
+        self._groups_of(group.env).remove(group)
         self._end(group, reason, detail)
 
     def let_go(self, *, paused: Collection[str]) -> None:
@@ -288,10 +291,10 @@ class Pool:
             group = self._groups.get(group_id)
             if group is None:
                 continue
-            self._its(group.env).lift(group)
+            self._groups_of(group.env).remove(group)
             if group.used + 1 < self.config.max_uses:
                 group.used += 1
-                self._its(group.env).place(group)
+                self._groups_of(group.env).add(group)
                 continue
             self._forget(group)
             for entry_id in group.parts:
@@ -305,7 +308,7 @@ class Pool:
             del group.held[entry_id]
             del group.parts[entry_id]  # what it held has come all the same
         elif group is not None and entry_id in group.parts:
-            self._its(group.env).lift(group)
+            self._groups_of(group.env).remove(group)
             del group.parts[entry_id]
             self._end(group, Reason.INVALID, f"its part {entry_id} is gone from the pool")
 
@@ -338,16 +341,16 @@ class Pool:
             env = self.env(name)
             for group in [*env.forming.values()]:
                 if not group.needs:
-                    env.lift(group)
-                    self._settle(group, ", and its env is done")
+                    env.remove(group)
+                    self._put_back(group, ", and its env is done")
         timeout = self.config.group_timeout_seconds
         for env in self.envs.values():
             while env.forming:
                 group = next(iter(env.forming.values()))
                 if group.since + timeout > self.now:
                     break
-                env.lift(group)
-                self._settle(group, f" after {timeout:g} s")
+                env.remove(group)
+                self._put_back(group, f" after {timeout:g} s")
         for env in self.envs.values():
             limit = env.settings.max_age_seconds
             while limit is not None and env.expiring and env.expiring[0].pushed + limit < self.now:
@@ -397,7 +400,7 @@ class Pool:
             except InvalidRollout as error:
                 self.drop(group, Reason.INVALID, str(error))
                 continue
-            self._its(group.env).lane(group.adapter).ranked.add(group, priority)
+            self._groups_of(group.env).lane(group.adapter).ranked.add(group, priority)
 
     # -- looking ------------------------------------------------------------------------------------------------------
     @property
@@ -443,7 +446,7 @@ class Pool:
         return out
 
     # -- inside -------------------------------------------------------------------------------------------------------
-    def _its(self, name: str) -> EnvGroups:
+    def _groups_of(self, name: str) -> EnvGroups:
         env = self.envs.get(name)
         if env is None:
             env = self.envs[name] = EnvGroups(self.config.for_env(name))
@@ -452,10 +455,12 @@ class Pool:
     def _is_here(self, group: Group) -> bool:
         return self._groups.get(group.group_id) is group
 
-    def _settle(self, group: Group, over: str = "") -> None:
-        """Places a forming group that was lifted, unless it is too small for ever, or nobody wants it. It is ready when
-        nothing more is to come, or its time is `over`: that says how."""
-        env = self._its(group.env)
+    def _put_back(self, group: Group, over: str = "") -> None:
+        """Puts a forming group back that was taken out, unless it is too small, or nobody wants it.
+
+        It is ready when nothing more is to come, or its time is `over`: that says how.
+        """
+        env = self._groups_of(group.env)
         if over or not group.is_waiting:
             why = group.too_small(env.settings.min_group_size, over)
             if why is None and self.config.flat == "drop" and not self.teaching.of(group):
@@ -468,10 +473,10 @@ class Pool:
             env.lost, env.repeated = "", 0
             if self._ranks:
                 self._unranked.append(group)
-        env.place(group)
+        env.add(group)
 
     def _end(self, group: Group, reason: Reason, detail: str) -> None:
-        """Drops a group that was lifted, and what it holds of rollouts that could not be trained, for their reason."""
+        """Drops a group that was taken out; what it holds of untrainable rollouts goes for their reason."""
         self._forget(group)
         for entry_id, why in ({} if group.used else group.held).items():
             info = group.parts.pop(entry_id).info
@@ -480,7 +485,7 @@ class Pool:
             self._queue(group.drop(reason, detail), {key: part.info for key, part in group.parts.items()})
 
     def _forget(self, group: Group) -> None:
-        self._its(group.env).forming.pop(group.group_id, None)
+        self._groups_of(group.env).forming.pop(group.group_id, None)
         del self._groups[group.group_id]
         self._closed[group.group_id] = self.now, self._step
 
@@ -493,7 +498,7 @@ class Pool:
         """Notes why something of an env was dropped, which is what people ask when none of it is ready."""
         if not drop.rollouts:
             return
-        env, group = self._its(drop.env), self._groups.get(drop.group_id)
+        env, group = self._groups_of(drop.env), self._groups.get(drop.group_id)
         if drop.reason in (Reason.LATE, Reason.DUPLICATE):
             if group is not None and group.is_ready:
                 return

@@ -137,8 +137,8 @@ class Situation:
 
     def youngest_limit(self, adapter: str) -> int | None:
         """The smallest `max_age` of the envs that sample `adapter`; None when no env does."""
-        known = [env for env in self.known() if env not in self.paused and adapter in self.sampled(env)]
-        ages = [self.config.for_env(env).max_age for env in known]
+        envs = [env for env in self.known() if env not in self.paused and adapter in self.sampled(env)]
+        ages = [self.config.for_env(env).max_age for env in envs]
         if not ages and adapter in self.published and not self.known():
             return self.config.max_age
         return min(ages, default=None)
@@ -175,7 +175,7 @@ class Situation:
 
 
 def reason(
-    known: Situation, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float], waits_to_learn: int
+    situation: Situation, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float], waits_to_learn: int
 ) -> Waiting:
     """The reason why `step` is not made: the pauses, a version, the env that is short, or the one whose turn it is.
 
@@ -183,56 +183,56 @@ def reason(
     """
     if waits_to_learn:
         return Waiting(kind=Wait.NOTHING_TO_LEARN, step=step, groups=waits_to_learn)
-    if known.is_last:
-        paused = sorted(env for env in known.paused if not known.is_finished(env))
+    if situation.is_last:
+        paused = sorted(env for env in situation.paused if not situation.is_finished(env))
         if not paused:
             return Waiting(kind=Wait.LAST_STEP, step=step - 1)
     else:
-        paused = [] if fractions else sorted(known.paused)
+        paused = [] if fractions else sorted(situation.paused)
     if paused:
         return Waiting(kind=Wait.PAUSED, env=", ".join(paused))
-    envs = known.known()
-    lagging = [e for e in envs if known.env_lags(e, step)]
+    envs = situation.known()
+    lagging = [e for e in envs if situation.env_lags(e, step)]
     blocked = [e for e in trial.short if e in lagging]
-    all_lag = len(lagging) == len(envs) if envs else known.env_lags("", step)
+    all_lag = len(lagging) == len(envs) if envs else situation.env_lags("", step)
     if blocked or (not trial.groups and all_lag):
-        return _version(known, step, blocked[0] if blocked else "", lagging)
+        return _version(situation, step, blocked[0] if blocked else "", lagging)
     if trial.short:
-        return _env(Wait.ENV_SHORT, known, trial.short[0], step, trial, limits, fractions)
+        return _env(Wait.ENV_SHORT, situation, trial.short[0], step, trial, limits, fractions)
     # Where nothing is ready at all, `proportional` gives nobody a share: then it is any env that sent something.
-    there = [e for e in known.pool.envs if e not in known.absent]
-    exhausted = [e for e in trial.exhausted if e not in known.done]
+    there = [e for e in situation.pool.envs if e not in situation.absent]
+    exhausted = [e for e in trial.exhausted if e not in situation.done]
     env = max(exhausted or there, key=lambda e: (trial.deficits.get(e, 0.0), e), default="") if there else ""
-    return _env(Wait.FILLING, known, env, step, trial, limits, fractions)
+    return _env(Wait.FILLING, situation, env, step, trial, limits, fractions)
 
 
-def _version(known: Situation, step: int, blocked: str, lagging: list[str]) -> Waiting:
-    ages = {e: known.config.for_env(e).max_age for e in ([blocked] if blocked else lagging)}
+def _version(situation: Situation, step: int, blocked: str, lagging: list[str]) -> Waiting:
+    ages = {e: situation.config.for_env(e).max_age for e in ([blocked] if blocked else lagging)}
     # The env that needs the least new version is the first that can go on.
     env = blocked or max(sorted(ages), key=lambda e: ages[e], default="")
-    max_age = ages.get(env, known.config.max_age)
-    adapter = min(known.sampled(env))
+    max_age = ages.get(env, situation.config.max_age)
+    adapter = min(situation.sampled(env))
     return Waiting(
         kind=Wait.VERSION,
         step=step,
         env=blocked,
         adapter=adapter,
-        version=oldest_version(known.steps(step)(adapter), max_age),
-        published=known.published.get(adapter, -1),
+        version=oldest_version(situation.steps(step)(adapter), max_age),
+        published=situation.published.get(adapter, -1),
         limit=max_age,
     )
 
 
 def _env(
-    kind: Wait, known: Situation, env: str, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float]
+    kind: Wait, situation: Situation, env: str, step: int, trial: Trial, limits: Limits, fractions: Mapping[str, float]
 ) -> Waiting:
     """The need of the step for `env`: what it is owed now, and its share of what the step still lacks."""
     done = progress(trial, limits)
     if not env:
-        return Waiting(kind=kind, step=step, done=done, is_stream=known.config.is_stream)
-    cause, detail = _cause(known, env)
-    dropped = known.pool.env(env).loss(known.pool.now)
-    dead = known.patience.dead(known.pool.now).get(env)
+        return Waiting(kind=kind, step=step, done=done, is_stream=situation.config.is_stream)
+    cause, detail = _cause(situation, env)
+    dropped = situation.pool.env(env).loss(situation.pool.now)
+    dead = situation.patience.dead(situation.pool.now).get(env)
     if dead is not None:
         seconds = float(round(dead))
         return Waiting(
@@ -245,11 +245,11 @@ def _env(
             dropped=dropped,
             detail=detail,
         )
-    size = sum(budget.size_of(known.config.unit, tokens=g.tokens, rollouts=g.rollouts) for g in trial.groups)
+    size = sum(budget.size_of(situation.config.unit, tokens=g.tokens, rollouts=g.rollouts) for g in trial.groups)
     lacking = size / done - size if done > 0 else 0.0
     owed = trial.deficits.get(env, 0.0) + fractions.get(env, 0.0) * lacking
-    mean = known.means(fractions).get(env, (0.0, 0.0, 0.0))[0]
-    pool = known.pool.env(env)
+    mean = situation.means(fractions).get(env, (0.0, 0.0, 0.0))[0]
+    pool = situation.pool.env(env)
     oldest = next(iter(pool.forming.values()), None)
     return Waiting(
         kind=kind,
@@ -258,24 +258,24 @@ def _env(
         groups=max(1, math.ceil(owed / mean - 1e-9)) if mean else 1,
         forming=len(pool.forming),
         done=done,
-        published=known.published.get("", -1),
-        seconds=0.0 if oldest is None else float(round(max(0.0, known.pool.now - oldest.since))),
+        published=situation.published.get("", -1),
+        seconds=0.0 if oldest is None else float(round(max(0.0, situation.pool.now - oldest.since))),
         cause=cause,
         dropped=dropped,
         detail=detail,
-        is_stream=known.config.is_stream,
+        is_stream=situation.config.is_stream,
     )
 
 
-def _cause(known: Situation, env: str) -> tuple[str, str]:
+def _cause(situation: Situation, env: str) -> tuple[str, str]:
     """Why nothing more of `env` is there, as far as the pool tells: ("", "") where it is a matter of who samples it."""
-    pool = known.pool.env(env)
-    if pool.loss(known.pool.now):
+    pool = situation.pool.env(env)
+    if pool.loss(situation.pool.now):
         return Cause.DROPPED, ""
     needs = sorted(need for need, groups in pool.needs.items() if groups)
     if needs and all(group.is_whole for group in pool.forming.values()):
         return Cause.SCORER, ", ".join(needs)
-    return (Cause.DONE, "") if env in known.done else ("", "")
+    return (Cause.DONE, "") if env in situation.done else ("", "")
 
 
 def progress(trial: Trial, limits: Limits) -> float:

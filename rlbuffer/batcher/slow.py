@@ -25,58 +25,58 @@ from rlbuffer.batcher.situation import Situation
 from rlbuffer.records.waiting import Wait, Waiting
 
 
-def awaited(known: Situation, step: int, groups: Sequence[Group]) -> dict[str, list[str]]:
+def awaited(situation: Situation, step: int, groups: Sequence[Group]) -> dict[str, list[str]]:
     """env -> the groups under way that a commit of `step` with `groups` would lose, and for which it has a place.
 
     Under way is what holds a ticket that lives, and what is forming. A worker that died lets its tickets lapse, so
     nobody waits for those.
     """
-    config = known.config
+    config = situation.config
     if config.slow != "wait":
         return {}
-    accounts, _ = known.adapters.settle(step, groups, config, known.published)
+    accounts, _ = situation.adapters.settle(step, groups, config, situation.published)
     ready: dict[str, list[str]] = {}
     absent: dict[str, set[str]] = {}
-    for env in known.known():
-        if env in known.paused:
+    for env in situation.known():
+        if env in situation.paused:
             continue
-        lanes, max_age = known.pool.env(env).lanes, config.for_env(env).max_age
+        lanes, max_age = situation.pool.env(env).lanes, config.for_env(env).max_age
         last = {
             adapter: last_version(now, max_age)
-            for adapter in {*lanes, *known.sampled(env)}
-            if (now := known.steps(step)(adapter)) < accounts.own_step(adapter, step + 1, known.published)
+            for adapter in {*lanes, *situation.sampled(env)}
+            if (now := situation.steps(step)(adapter)) < accounts.own_step(adapter, step + 1, situation.published)
         }
         ready[env] = [group.group_id for a, lane in lanes.items() if a in last for group in lane.ready.of(last[a])]
         absent[env] = {group.group_id for a, lane in lanes.items() if a in last for group in lane.forming.of(last[a])}
-        absent[env] |= {*_tickets(known, env, last)}
+        absent[env] |= {*_tickets(situation, env, last)}
     places = max(len(groups), config.step_groups)
     total = sum(map(len, ready.values())) + sum(map(len, absent.values()))
     out: dict[str, list[str]] = {}
     for env, names in absent.items():
-        own = sorted([*ready[env], *names], key=ticket_order)
-        free = places - (total - len(own))
+        in_order = sorted([*ready[env], *names], key=ticket_order)
+        free = places - (total - len(in_order))
         """Places that are left to this env where all that cannot wait of the others comes, too."""
-        if found := [name for name in own[: max(0, free)] if name in names]:
+        if found := [name for name in in_order[: max(0, free)] if name in names]:
             out[env] = found
     return out
 
 
-def reason(known: Situation, step: int, awaited: Mapping[str, Sequence[str]], seconds: float) -> Waiting:
+def reason(situation: Situation, step: int, awaited: Mapping[str, Sequence[str]], seconds: float) -> Waiting:
     """What a full step says that has waited for `seconds`."""
     env, names = max(awaited.items(), key=lambda item: (len(item[1]), item[0]))
     return Waiting(
         kind=Wait.SLOW,
         step=step,
         env=env,
-        version=last_version(step, known.config.for_env(env).max_age),
+        version=last_version(step, situation.config.for_env(env).max_age),
         groups=len(names),
-        forming=sum(map(known.pool.is_known, names)),
+        forming=sum(map(situation.pool.is_known, names)),
         seconds=float(round(seconds)),
     )
 
 
 def places(
-    known: Situation,
+    situation: Situation,
     step: int,
     allowed: Mapping[str, int],
     *,
@@ -97,45 +97,47 @@ def places(
     """
     due: Counter[int] = Counter()
     """Last step at which a group can train -> groups."""
-    for env in known.known():
-        max_age = known.config.for_env(env).max_age
-        for lane in known.pool.env(env).lanes.values():
+    for env in situation.known():
+        max_age = situation.config.for_env(env).max_age
+        for lane in situation.pool.env(env).lanes.values():
             for index in (lane.ready, lane.forming):
                 due.update({version + 1 + max_age: count for version, count in index.counts()})
-        due.update(version + 1 + max_age for version in _out(known, env).values())
-    due.subtract(group.min_version + 1 + known.config.for_env(group.env).max_age for group in taken if not group.used)
+        due.update(version + 1 + max_age for version in _out(situation, env).values())
+    due.subtract(
+        group.min_version + 1 + situation.config.for_env(group.env).max_age for group in taken if not group.used
+    )
     out = dict(allowed)
     by_deadline: dict[int, list[str]] = {}
-    newest = known.published.get("", step - 1)
+    newest = situation.published.get("", step - 1)
     for env in allowed:
-        by_deadline.setdefault(newest + 1 + known.config.for_env(env).max_age, []).append(env)
+        by_deadline.setdefault(newest + 1 + situation.config.for_env(env).max_age, []).append(env)
     granted = 0
     for deadline, envs in sorted(by_deadline.items()):
         there = sum(count for last, count in due.items() if step <= last <= deadline)
         room = max(0, math.floor(groups * (deadline + 1 - step) + 1e-9) - there - granted)
-        more = {env: max(0, allowed[env] - len(_out(known, env))) for env in envs}
+        more = {env: max(0, allowed[env] - len(_out(situation, env))) for env in envs}
         total = sum(more.values())
         few = {env: more[env] * room // total if total > room else more[env] for env in envs}
         for env in sorted(envs, key=lambda env: (few[env] - more[env], env)):  # who was cut most gets what is left
             few[env] += few[env] < more[env] and sum(few.values()) < room
         granted += sum(few.values())
-        out |= {env: min(allowed[env], len(_out(known, env)) + few[env]) for env in envs}
-    comes = granted or any(_out(known, env) or known.pool.env(env).forming for env in known.known())
-    needed = [env for env in sorted(least) if env in known.short] or ([] if comes else sorted(least)[:1])
+        out |= {env: min(allowed[env], len(_out(situation, env)) + few[env]) for env in envs}
+    comes = granted or any(_out(situation, env) or situation.pool.env(env).forming for env in situation.known())
+    needed = [env for env in sorted(least) if env in situation.short] or ([] if comes else sorted(least)[:1])
     return out | {env: max(1, out[env]) for env in needed if env in out and allowed[env]}
 
 
-def _out(known: Situation, env: str) -> dict[int, int]:
+def _out(situation: Situation, env: str) -> dict[int, int]:
     """Tickets of which nothing has come -> their version."""
-    tickets = known.under_way.get(env, {})
-    return {number: version for number, version in tickets.items() if not known.pool.is_known(f"{env}.{number}")}
+    tickets = situation.under_way.get(env, {})
+    return {number: version for number, version in tickets.items() if not situation.pool.is_known(f"{env}.{number}")}
 
 
-def _tickets(known: Situation, env: str, last: Mapping[str, int]) -> Iterator[str]:
+def _tickets(situation: Situation, env: str, last: Mapping[str, int]) -> Iterator[str]:
     """Groups of which nothing has come, that are sampled with what trains at this step for the last time. A ticket does
     not say which adapter it is for: of an env that samples others than all weights they are not known."""
-    if "" not in last or known.sampled(env) != [""]:
+    if "" not in last or situation.sampled(env) != [""]:
         return
-    for number, version in _out(known, env).items():
+    for number, version in _out(situation, env).items():
         if version == last[""]:
             yield f"{env}.{number}"

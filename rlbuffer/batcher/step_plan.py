@@ -100,12 +100,12 @@ def advantages_of(
     """
     numbers = _numbers(groups, _rows(groups))
     rewards, lengths = np.ascontiguousarray(numbers["reward"]), numbers["loss_tokens"].astype(np.float64)
-    advantages, start, own = np.zeros(len(numbers)), 0, list[slice]()
+    advantages, start, slices = np.zeros(len(numbers)), 0, list[slice]()
     is_finite = np.isfinite(rewards)
     with np.errstate(all="ignore"):
         for (name, size), alike in groupby(groups, lambda group: (config.for_env(group.env).advantage, group.rollouts)):
             members = list(alike)
-            own += (slice(start + size * i, start + size * (i + 1)) for i in range(len(members)))
+            slices += (slice(start + size * i, start + size * (i + 1)) for i in range(len(members)))
             together = slice(start, start + size * len(members))
             start = together.stop
             if size == 1 and compares(name):
@@ -114,21 +114,21 @@ def advantages_of(
                 rows, weights = (values[together].reshape(-1, size) for values in (rewards, lengths))
                 advantages[together] = estimators[name](rows, weights, {}).ravel()
                 continue
-            for group, its_own in zip(members, own[-len(members) :], strict=True):
-                if is_finite[its_own].all():
+            for group, place in zip(members, slices[-len(members) :], strict=True):
+                if is_finite[place].all():
                     about = group_facts(group) if ":" in name else {}
-                    advantages[its_own] = estimators[name](rewards[its_own], lengths[its_own], about)
+                    advantages[place] = estimators[name](rewards[place], lengths[place], about)
     if not (is_finite & (np.abs(advantages) <= MAX_ADVANTAGE)).all():
         untrainable = []
         trained = np.ones(len(numbers), dtype=bool)
-        for group, its in zip(groups, own, strict=True):
+        for group, place in zip(groups, slices, strict=True):
             name = config.for_env(group.env).advantage
             try:
-                check_rewards(name, rewards[its])
-                check_advantages(name, advantages[its])
+                check_rewards(name, rewards[place])
+                check_advantages(name, advantages[place])
             except InvalidRollout as error:
                 untrainable.append((group, str(error)))
-                trained[its] = False
+                trained[place] = False
         return advantages[trained].astype(np.float32), untrainable
     if config.advantage_scale == "batch":
         adapters = np.repeat([group.adapter for group in groups], [group.rollouts for group in groups])
@@ -176,13 +176,13 @@ def step_plan(
 ) -> StepPlan:
     """The step that trains `groups` with these `advantages` of their rollouts, laid out as `rows`; every entry
     accounted. `flat` of them teach nothing."""
-    its, masks = _rows(groups), config.truncated == "mask"
-    loss_tokens = _trained(_numbers(groups, its), config)
+    sequences, masks = _rows(groups), config.truncated == "mask"
+    loss_tokens = _trained(_numbers(groups, sequences), config)
     return StepPlan(
         step=step,
         group_ids=tuple(group.group_id for group in groups),
         rollouts=PlannedRollouts([push for group in groups for push in group.pushes], masks=masks),
-        advantages=np.repeat(advantages, sequences_of(its)),
+        advantages=np.repeat(advantages, sequences_of(sequences)),
         plan=rows,
         normalizers=Normalizers(loss_tokens=int(loss_tokens.sum()), rollouts=len(loss_tokens), groups=len(groups)),
         tokens=sum(group.tokens for group in groups),
