@@ -21,7 +21,7 @@ from rlbuffer.records.waiting import Cause, Trouble, Wait
 from rlbuffer.state.evaluations import counts_of, mean_of
 from rlbuffer.state.heartbeats import GATEWAY
 from rlbuffer.state.run_state import RunState
-from rlbuffer.state.step_record import StepRecord
+from rlbuffer.state.step_record import StepRecord, scalars
 from rlbuffer.state.text import amount, duration, percent, plural, printable
 from rlbuffer.state.trained import RECENT_STEPS, masked_words, waited_of
 from rlbuffer.store.history import Committed, Dropped
@@ -270,9 +270,10 @@ def evaluations(state: RunState) -> Iterator[Text]:
 def weights_line(state: RunState, record: StepRecord) -> str:
     """What the newest version's way took, which is announced behind the step after its own: written beside that, and
     fetched and loaded by the slowest worker that samples with it; "" before there is one."""
-    if not record.publish_seconds:
+    stages = scalars(record.publish_seconds)
+    if not stages:
         return ""
-    beside = sum(seconds for stage, seconds in record.publish_seconds.items() if stage != "gather")
+    beside = sum(seconds for stage, seconds in stages.items() if stage != "gather")
     parts = [f"{beside:.1f} s to write"]
     workers = [p for p in state.of_kind("worker") if p.is_alive and p.version == record.published and p.weights_seconds]
     if workers:
