@@ -33,7 +33,7 @@ from rlbuffer.store.open_rollouts import (
     End,
     Found,
     OpenCall,
-    Recorded,
+    RecordedCall,
     WaitingGroup,
     about_of,
     capability_of,
@@ -193,7 +193,9 @@ class GatewayStore(WorkerStore):
         """Calls of an open rollout, by number, else all in order (:func:`~rlbuffer.store.open_rollouts.read_calls`)."""
         return read_calls(self, name, numbers)
 
-    def record(self, capability: str, call: OpenCall, *, request: str, seen: int, history: str, line: int) -> Recorded:
+    def record(
+        self, capability: str, call: OpenCall, *, request: str, seen: int, history: str, line: int
+    ) -> RecordedCall:
         """CALL: `call` is part of its open rollout. Safe to repeat, and never refused for memory.
 
         A call that is there already, by its id, is answered as it stands. Another one is recorded only while the newest
@@ -218,11 +220,11 @@ class GatewayStore(WorkerStore):
         reply = self._call("record", capability, args)
         match text(reply[0]):
             case "OK":
-                return Recorded(number=int(reply[1]), is_new=True, call=OpenCall.decoded(data, int(reply[1])))
+                return RecordedCall(number=int(reply[1]), is_new=True, call=OpenCall.decoded(data, int(reply[1])))
             case "SAME":
-                return Recorded(number=int(reply[1]), is_new=False, call=OpenCall.decoded(data, int(reply[1])))
+                return RecordedCall(number=int(reply[1]), is_new=False, call=OpenCall.decoded(data, int(reply[1])))
             case "DUP":
-                return Recorded(number=int(reply[1]), is_new=False, call=OpenCall.decoded(reply[2], int(reply[1])))
+                return RecordedCall(number=int(reply[1]), is_new=False, call=OpenCall.decoded(reply[2], int(reply[1])))
             case "FROZEN":
                 raise OpenRolloutEnded(
                     f"open rollout {name_of(capability)} is frozen: it takes no calls any more, and waits for its end"

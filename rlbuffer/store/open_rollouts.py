@@ -227,7 +227,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedCall:
     """A call is on the server."""
 
     number: int
