@@ -115,10 +115,12 @@ def places(
     for deadline, envs in sorted(by_deadline.items()):
         there = sum(count for last, count in due.items() if step <= last <= deadline)
         room = max(0, math.floor(groups * (deadline + 1 - step) + 1e-9) - there - granted)
-        more = {env: max(0, allowed[env] - len(_out(situation, env))) for env in envs}
+        more = {env: 0 if env in situation.done else max(0, allowed[env] - len(_out(situation, env))) for env in envs}
         total = sum(more.values())
         few = {env: more[env] * room // total if total > room else more[env] for env in envs}
-        for env in sorted(envs, key=lambda env: (few[env] - more[env], env)):  # who was cut most gets what is left
+        # What is left goes to those that the step waits for, by turns: one of them may have no worker.
+        turn = int(situation.pool.now) % len(envs)
+        for env in sorted(envs[turn:] + envs[:turn], key=lambda env: env not in least):
             few[env] += few[env] < more[env] and sum(few.values()) < room
         granted += sum(few.values())
         out |= {env: min(allowed[env], len(_out(situation, env)) + few[env]) for env in envs}
