@@ -116,7 +116,12 @@ def make_group(
 
 
 def check_sampler(
-    name: str, directory: str | Path, *, options: Mapping[str, Any] | None = None, temperature: float = 1.0
+    name: str,
+    directory: str | Path,
+    *,
+    options: Mapping[str, Any] | None = None,
+    temperature: float = 1.0,
+    record_experts: bool = False,
 ) -> None:
     """Checks that a sampler does what a worker relies on: with tiny models that are published under `directory`, their
     logprobs computed again. Takes about a minute of a CPU; needs the extra ``train``.
@@ -126,18 +131,26 @@ def check_sampler(
         directory: an empty one.
         options: its ``sampler_options``.
         temperature: another one than 1 that it is asked for, too, as ``[worker.NAME]`` may.
+        record_experts: as ``[worker.NAME]`` may; the models have experts then, and logprobs are computed again with
+            those that the sampler names.
 
     Raises:
         AssertionError: it does not; the message says what.
-        ConfigError: there is no such sampler, or it refuses the options.
+        ConfigError: there is no such sampler, it refuses the options, or it cannot record experts.
     """
     from rlbuffer.config.settings import WorkerSettings
     from rlbuffer.worker.samplers import make_sampler
     from rlbuffer.worker.samplers.conformance import PLAIN, check
 
-    settings = WorkerSettings(env="vcopy", sampler=name, sampler_options=options or {}, temperature=temperature)
+    settings = WorkerSettings(
+        env="vcopy",
+        sampler=name,
+        sampler_options=options or {},
+        temperature=temperature,
+        record_experts=record_experts,
+    )
     samplings = tuple(replace(PLAIN, temperature=t) for t in dict.fromkeys((1.0, temperature)))
-    asyncio.run(check(make_sampler(settings), Path(directory), samplings))
+    asyncio.run(check(make_sampler(settings), Path(directory), samplings, records_experts=record_experts))
 
 
 def _made(

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from transformers import PreTrainedModel
 from rlbuffer.config.settings import ModelSettings
 from rlbuffer.errors import PromptTooLong, RlbufferError, WeightsError
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.records.routed import is_record
+from rlbuffer.weights.experts import Experts, experts_of
 from rlbuffer.weights.files import publish
 from rlbuffer.weights.model import TINY_QWEN3, build_model, config_of
 from rlbuffer.worker.samplers.base import Completion, Sampler, Sampling
@@ -29,6 +33,16 @@ from rlbuffer.worker.samplers.selfcheck import logprobs_of
 CONTEXT = 256
 CONFIG = {**TINY_QWEN3, "head_dim": 32, "max_position_embeddings": CONTEXT}
 """vLLM on the CPU wants heads of 32 at least."""
+WITH_EXPERTS = {
+    **CONFIG,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+"""For a sampler that records them."""
 PROMPTS = [np.array(p, np.int32) for p in ([1, 2, 10, 10, 11], [3], [3, 7, 11], [4, 5, 6, 7, 8, 9, 0, 11])]
 Ids = NDArray[np.int32]
 END = 12
@@ -63,11 +77,28 @@ class Stage:
     tmp: Path
     samplings: tuple[Sampling, ...] = (PLAIN, replace(PLAIN, temperature=0.7))
     """Settings that the sampler was made for."""
+    config: Mapping[str, Any] = field(default_factory=lambda: CONFIG)
+    """Of the models."""
+    experts: tuple[Experts, ...] = ()
+    """Those of the models, where the sampler records which ones it takes."""
+
+    def replaying(self, version: int, completion: Completion) -> AbstractContextManager[None]:
+        """Inside, the model of a version takes the experts that the completion names, where one version sampled it: an
+        engine need not record again what it computes again with the next weights."""
+        if not self.experts:
+            return nullcontext()
+        rows = completion.routed_experts
+        assert rows is not None, "a completion says which experts took its tokens in"
+        assert is_record(rows[:-1]).all(), "every token but the last, which is not taken in, has its experts"
+        is_of_one = len(completion.version_spans) == 1
+        return self.experts[version].replaying(torch.from_numpy(rows.astype(np.int64)) if is_of_one else None)
 
 
-def policies(directory: Path, count: int = 4) -> tuple[list[PreTrainedModel], list[PolicyVersion]]:
+def policies(
+    directory: Path, count: int = 4, config: Mapping[str, Any] = CONFIG
+) -> tuple[list[PreTrainedModel], list[PolicyVersion]]:
     """Models that differ in every weight, published."""
-    models = [build_model(ModelSettings(config=dict(CONFIG)), seed=seed).train(False) for seed in range(count)]
+    models = [build_model(ModelSettings(config=dict(config)), seed=seed).train(False) for seed in range(count)]
     published = [
         publish(directory, version, state=model.state_dict(), config=config_of(model), keep=count)
         for version, model in enumerate(models)
@@ -87,7 +118,8 @@ def must_be_true(stage: Stage, prompt: Ids, completion: Completion, sampling: Sa
     for version, start, end in spans:
         assert start == position < end, f"version spans are ascending and leave nothing out: {spans}"
         position = end
-        expected = logprobs_of(stage.models[version], prompt, tokens, sampling, completion.support)[start:end]
+        with stage.replaying(version, completion):
+            expected = logprobs_of(stage.models[version], prompt, tokens, sampling, completion.support)[start:end]
         worst = float(np.abs(logprobs[start:end] - expected).max())
         assert worst < TOLERANCE, f"logprobs are those of the published weights, to {TOLERANCE:g}: {worst:g} off"
     assert position == len(tokens), f"version spans cover all tokens: {spans}"
@@ -214,7 +246,7 @@ def truncated(stage: Stage) -> PolicyVersion:
 
 def foreign(stage: Stage) -> PolicyVersion:
     """Weights of another model."""
-    model = build_model(ModelSettings(config={**CONFIG, "num_hidden_layers": 3}), seed=9)
+    model = build_model(ModelSettings(config={**stage.config, "num_hidden_layers": 3}), seed=9)
     return publish(stage.tmp / "foreign", 8, state=model.state_dict(), config=config_of(model), keep=2)
 
 
@@ -232,12 +264,16 @@ CHECKS: tuple[Check, ...] = (
 """In this order on a sampler that serves version 0; the last two change the version."""
 
 
-async def check(sampler: Sampler, directory: Path, samplings: tuple[Sampling, ...]) -> None:
+async def check(
+    sampler: Sampler, directory: Path, samplings: tuple[Sampling, ...], *, records_experts: bool = False
+) -> None:
     """All of them, one after the other, and the sampler's end."""
-    models, published = policies(directory)
+    config = WITH_EXPERTS if records_experts else CONFIG
+    models, published = policies(directory, config=config)
+    experts = tuple(experts_of(model) for model in models) if records_experts else ()
     try:
         await sampler.load(published[0])
-        stage = Stage(sampler, models, published, directory, samplings)
+        stage = Stage(sampler, models, published, directory, samplings, config, experts)
         for one in CHECKS:
             await one(stage)
     finally:

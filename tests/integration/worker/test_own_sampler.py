@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import ConfigError
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.testing import check_sampler
-from rlbuffer.worker.samplers import make_sampler, wrong_sampler
+from rlbuffer.worker.samplers import Completion, Sampling, make_sampler, wrong_sampler
+from rlbuffer.worker.samplers.conformance import PLAIN, check
+from rlbuffer.worker.samplers.decoding import Decoder
+from rlbuffer.worker.samplers.transformers import Batched
 from rlbuffer.worker.samplers.vllm import BENDING, VllmOptions
 from rlbuffer.worker.samplers.vllm import OWN as OWN_ARGUMENTS
 
@@ -60,6 +65,36 @@ def test_a_sampler_that_does_not_say_the_truth_is_told_what_is_wrong(
     monkeypatch.setattr(own, "sample", sample)
     with pytest.raises(AssertionError, match=told):
         check_sampler(OWN, tmp_path)
+
+
+def test_the_experts_that_a_sampler_names_are_those_that_it_took(tmp_path: Path) -> None:
+    check_sampler("transformers", tmp_path, record_experts=True)
+
+
+@pytest.mark.parametrize(
+    ("bend", "told"),
+    [
+        (lambda rows: None, "says which experts"),
+        (lambda rows: rows[:, :, [0, 0, 1]], "has its experts"),
+        (lambda rows: (rows + 1) % 8, "logprobs are those of the published weights"),
+    ],
+    ids=["none", "no record", "others"],
+)
+def test_a_sampler_that_names_other_experts_is_told(bend: Any, told: str, tmp_path: Path) -> None:
+    class Lies(Batched):
+        async def sample(self, prompt: Any, *, n: int, sampling: Sampling) -> list[Completion]:
+            made = await super().sample(prompt, n=n, sampling=sampling)
+            return [replace(c, routed_experts=bend(c.routed_experts)) for c in made]
+
+    sampler = Lies(Decoder(seed=0, records_experts=True))
+    with pytest.raises(AssertionError, match=told):
+        asyncio.run(check(sampler, tmp_path, (PLAIN,), records_experts=True))
+
+
+def test_a_sampler_that_cannot_record_experts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_sampler(OWN, tmp_path, record_experts=True)
+    assert refused.value.setting == "record_experts"
 
 
 @pytest.mark.parametrize(
