@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from rlbuffer.errors import InvalidRollout, PayloadError
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.support import SUPPORT
 
 MARK = "$"
 """Key of an object that stands for another value; its kind."""
@@ -44,6 +46,24 @@ def of_bytes(data: np.ndarray) -> Any:
         return _unpacked(json.loads(whole[HEAD:end]), memoryview(whole)[end:])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PayloadError(f"values of a sample: unexpected content ({type(error).__name__}: {error})") from None
+
+
+class PushedElsewhere(PayloadError):
+    """A rollout of a door's run is none of the door's: its trainer has no sample of it."""
+
+    def __init__(self, door: str, rollout: Rollout) -> None:
+        support = ", with the tokens that restricted sampling left," if SUPPORT in rollout.columns else ""
+        super().__init__(
+            f"rollout {rollout.rollout_id} was pushed{support} by another producer than rlbuffer.doors.{door}, whose "
+            "trainer has no use for it: give that producer a run of its own (rlbuffer runs reset empties this one)"
+        )
+
+
+def values_of(rollout: Rollout, door: str) -> list[Any]:
+    """What the door, whose attachment has its name, has put into each sequence. Raises PayloadError."""
+    if any(door not in sequence.attachments for sequence in rollout.sequences):
+        raise PushedElsewhere(door, rollout)
+    return [of_bytes(sequence.attachments[door]) for sequence in rollout.sequences]
 
 
 def _packed(value: Any, where: str, data: bytearray) -> Any:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import json
 import logging
 import math
@@ -40,7 +39,8 @@ from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.stream import Stream, Taken
 from rlbuffer.doors.drops import Drops
 from rlbuffer.doors.labels import Labels
-from rlbuffer.doors.values import as_bytes, of_bytes
+from rlbuffer.doors.needs import known_version, need
+from rlbuffer.doors.values import as_bytes, values_of
 from rlbuffer.errors import InvalidRollout, RlbufferError
 from rlbuffer.records.rollout import MIN_LOGPROB, Rollout, TokenSequence
 from rlbuffer.records.spans import VersionSpan
@@ -103,28 +103,15 @@ def __getattr__(name: str) -> Any:
 
 def check() -> None:
     """Raises RlbufferError in one sentence unless this is a verl that the door knows, with all that it needs."""
-    version = importlib.metadata.version("verl")
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if not KNOWN[0] <= numbers < KNOWN[1]:
-        lowest, below = (".".join(map(str, numbers)) for numbers in KNOWN)
-        raise RlbufferError(
-            f"rlbuffer.doors.verl knows verl >={lowest},<{below}, and this is {version}: install one of those, or "
-            "leave custom_sampler and checkpoint_callback_class out"
-        )
+    version = known_version("verl", "verl", "verl", KNOWN, "leave custom_sampler and checkpoint_callback_class out")
     for module, names in NEEDED.items():
-        there = importlib.import_module(module)
-        for name in names:
-            if not hasattr(there, name):
-                raise RlbufferError(f"rlbuffer.doors.verl needs {module}.{name}, and this verl ({version}) has none")
-    for name in NEEDED_OF_A_BUFFER:
-        if not hasattr(importlib.import_module(MODULE).ReplayBufferAsync, name):
-            raise RlbufferError(f"rlbuffer.doors.verl needs ReplayBufferAsync.{name}, and this verl has none")
+        need("verl", module, importlib.import_module(module), *names, whose=f"verl {version}")
+    buffer = importlib.import_module(MODULE).ReplayBufferAsync
+    need("verl", "ReplayBufferAsync", buffer, *NEEDED_OF_A_BUFFER, whose=f"verl {version}")
 
 
 def check_trainer(trainer: Any, mode: str) -> None:
-    for name in NEEDED_OF_A_TRAINER:
-        if not hasattr(trainer, name):
-            raise RlbufferError(f"rlbuffer.doors.verl needs PPOTrainer.{name}, and this verl has none")
+    need("verl", "PPOTrainer", trainer, *NEEDED_OF_A_TRAINER, whose="this verl")
     if mode == "sync":
         raise RlbufferError(
             "trainer.v1.trainer_mode is sync, and rlbuffer.doors.verl keeps the groups of colocate_async and "
@@ -180,8 +167,7 @@ def session_of(rollout: Rollout) -> tuple[int, list[Trajectory]]:
     """The inverse of :func:`rollout_of`. Raises PayloadError."""
     torch = importlib.import_module("torch")
     session, trajectories = 0, []
-    for sequence in rollout.sequences:
-        packed = of_bytes(sequence.attachments[VALUES])
+    for packed, sequence in zip(values_of(rollout, VALUES), rollout.sequences, strict=True):
         session, values, prompt = packed["session"], packed["fields"], packed["prompt"]
         if prompt is not None:
             ids = torch.from_numpy(sequence.tokens.astype(np.int64))
