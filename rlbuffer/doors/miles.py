@@ -5,11 +5,15 @@ group is pushed to the run, and a train call gets the groups of the run's stream
 
     FullyAsyncRolloutFn._worker_loop -> put -> push            (miles' filters and capacity before it)
     FullyAsyncRolloutFn._drain       <- get <- stream          (a train call is `rollout_batch_size` groups)
+                                     -> which call begins: the one before the last one is trained
+    data_source.save                 -> a checkpoint is written: so is what stands before it
+    data_source.close                -> the training has ended, and the run with it
 
-A train call is trained when the call behind the next one begins: ``train_async.py`` asks for one call ahead. The
+``train_async.py`` asks for one call ahead, so the call before the last one is the newest that must be trained. The
 place of a checkpoint is its number of train calls times the batch size, so nothing needs to be in it.
 
-Source: miles at 31f1ca9, miles/rollout/fully_async_data_buffer.py, fully_async_rollout.py and train_async.py.
+Source: miles at 31f1ca9, miles/rollout/fully_async_data_buffer.py, fully_async_rollout.py, miles/ray/rollout/
+rollout_manager.py and train_async.py.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.stream import Stream, Taken
 from rlbuffer.doors.drops import Drops
 from rlbuffer.doors.labels import Labels
-from rlbuffer.doors.values import as_bytes, of_bytes
+from rlbuffer.doors.needs import need
+from rlbuffer.doors.values import as_bytes, values_of
 from rlbuffer.errors import PayloadError, RlbufferError
 from rlbuffer.records.rollout import MIN_LOGPROB, Rollout, TokenSequence
 from rlbuffer.records.spans import VersionSpan
@@ -52,13 +57,30 @@ QUEUED_GROUPS = 8
 """Groups that wait for a train call in this process. The stream has further ones ready behind them."""
 WAIT_SECONDS = 7 * 86_400.0
 """miles waits for groups as long as its worker is well, and so does the stream."""
+ROLLOUT = "miles.rollout.fully_async_rollout"
 NEEDED: Mapping[str, Sequence[str]] = {
     "miles.rollout.fully_async_data_buffer": ("DefaultDataBuffer", "DataBufferInput", "iter_samples"),
+    ROLLOUT: ("FullyAsyncRolloutFn",),
     "miles.utils.types": ("Sample", "AdapterRef", "RewardSpec"),
 }
 """Module -> names of it that the door works with."""
-NEEDED_OF_A_BUFFER = ("_buffer", "_cond", "_unused_handler_fn", "_metric_stale_groups", "_metric_consumed_staleness")
-NEEDED_OF_ARGS = ("rollout_batch_size", "start_rollout_id", "max_weight_staleness", "reward_key", "save_interval")
+NEEDED_OF_A_BUFFER = (
+    "_args",
+    "_buffer",
+    "_cond",
+    "_unused_handler_fn",
+    "_metric_stale_groups",
+    "_metric_consumed_staleness",
+)
+NEEDED_OF_ARGS = (
+    "rollout_batch_size",
+    "num_rollout",
+    "num_epoch",
+    "max_weight_staleness",
+    "reward_key",
+    "save_interval",
+    "save_trigger_sentinel",
+)
 _log = logging.getLogger(__name__)
 
 
@@ -78,18 +100,14 @@ def check() -> None:
             if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
                 raise  # miles is there, and one of its own needs is not
             raise RlbufferError(f"rlbuffer.doors.miles needs {module}, and this miles has none: {error}") from None
-        for name in names:
-            if not hasattr(there, name):
-                raise RlbufferError(f"rlbuffer.doors.miles needs {module}.{name}, and this miles has none")
+        need("miles", module, there, *names, whose="this miles")
+    rollout = importlib.import_module(ROLLOUT).FullyAsyncRolloutFn
+    need("miles", "FullyAsyncRolloutFn", rollout, "_drain", whose="this miles")
 
 
 def _check_buffer(buffer: Any, args: Any) -> None:
-    for name in NEEDED_OF_A_BUFFER:
-        if not hasattr(buffer, name):
-            raise RlbufferError(f"rlbuffer.doors.miles needs DefaultDataBuffer.{name}, and this miles has none")
-    for name in NEEDED_OF_ARGS:
-        if not hasattr(args, name):
-            raise RlbufferError(f"rlbuffer.doors.miles needs the argument {name} of miles, and this miles has none")
+    need("miles", "DefaultDataBuffer", buffer, *NEEDED_OF_A_BUFFER, whose="this miles")
+    need("miles", "args", args, *NEEDED_OF_ARGS, whose="this miles")
     if args.max_weight_staleness is not None:
         raise RlbufferError(
             f"--max-weight-staleness is {args.max_weight_staleness}, and rlbuffer judges staleness when a group is "
@@ -146,8 +164,7 @@ def item_of(rollout: Rollout) -> Any:
     """The inverse of :func:`rollout_of`. Raises PayloadError."""
     types = importlib.import_module("miles.utils.types")
     made, is_list = [], False
-    for sequence in rollout.sequences:
-        packed = of_bytes(sequence.attachments[VALUES])
+    for packed, sequence in zip(values_of(rollout, VALUES), rollout.sequences, strict=True):
         values, is_list = packed["sample"], packed["is_list"]
         for name, kind in (("adapter", types.AdapterRef), ("reward_spec", types.RewardSpec)):
             values[name] = None if values[name] is None else kind(**values[name])
@@ -174,21 +191,20 @@ def group_of(taken: Taken) -> list[Any]:
 
 # -- the seam ----------------------------------------------------------------------------------------------------------
 class MilesRun:
-    """The run between miles' producer and its train calls, from any of its threads."""
+    """The run between miles' producer and its train calls, from any of its threads. `call` is the first train call of
+    this process; `keeps`: checkpoints are written, and the groups behind them are kept."""
 
-    def __init__(self, buffer: Buffer, *, batch: int, start: int, save_interval: int | None) -> None:
-        self._batch, self._start, self._save_interval = batch, start, save_interval
+    def __init__(self, buffer: Buffer, *, batch: int, call: int, keeps: bool) -> None:
+        self._batch, self._call, self._keeps = batch, call, keeps
         self._buffer = buffer
         self._writer = buffer.writer(f"miles-{os.getpid()}")
         self._stream = buffer.stream(timeout_seconds=WAIT_SECONDS)
-        place = start * batch
-        self._stream.resume({**Stream.BEGINNING, "reader": {**Stream.BEGINNING["reader"], "step": place}})
+        self._saved = call * batch
+        """Place of the newest checkpoint."""
+        self._stream.resume({**Stream.BEGINNING, "reader": {**Stream.BEGINNING["reader"], "step": self._saved}})
         self._labels = Labels(self._stream, "start")
         self._ready: queue.Queue[Taken] = queue.Queue(QUEUED_GROUPS)
         self._error: BaseException | None = None
-        self._given: list[int] = []
-        """Place of the last group of each train call that was given whole or in part."""
-        self._count = 0
         self._drops = Drops(buffer.store, ENV)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._pull, name="rlbuffer-groups", daemon=True)
@@ -227,31 +243,39 @@ class MilesRun:
         """The next group; None while there is none. Raises whatever ended the stream."""
         if self._error is not None and self._ready.empty():
             raise self._error
-        try:
-            taken = self._ready.get_nowait()
-        except queue.Empty:
-            return None
-        if self._count % self._batch == 0:
-            self._given.append(taken.place)
-        self._given[-1] = taken.place
-        self._count += 1
-        return taken
+        with suppress(queue.Empty):
+            return self._ready.get_nowait()
+        return None
 
-    def begins_a_call(self) -> bool:
-        """The next group is the first one of a train call."""
-        return self._count % self._batch == 0
+    def begins(self, call: int) -> None:
+        """A train call begins: those up to the one before the last are trained."""
+        self._call = call
+        self._trained(call - 1)
 
-    def acknowledge(self) -> None:
-        """At the beginning of a train call: what the call before the last one was given is trained."""
-        if len(self._given) < 2:
+    def _trained(self, calls: int) -> None:
+        """The first so many train calls of the run are trained."""
+        if calls * self._batch <= self._stream.place:
             return
-        self._stream.trained(self._given[-2])
-        calls, every = self._start + len(self._given) - 1, self._save_interval
-        if every is None:
+        self._stream.trained(calls * self._batch)
+        if not self._keeps:
             self._stream.checkpointed()
-        elif (oldest := (calls // every - 1) * every) > 0:
-            # The newest checkpoint may still be on its way to the disk: the one before it can be resumed from, too.
-            self._stream.checkpointed((oldest + every) * self._batch, oldest_kept=oldest * self._batch)
+
+    def checkpointed(self, calls: int) -> None:
+        """A checkpoint holds so many train calls. As it may be on its way to the disk, the one before can be resumed
+        from, too."""
+        self._trained(calls)
+        place = calls * self._batch
+        self._stream.checkpointed(place, oldest_kept=self._saved)
+        self._saved = place
+
+    def finished(self, calls: int) -> None:
+        """The training of so many calls in all has ended, with the last of them or, for debugging, before: then the
+        call that was asked for ahead is not trained."""
+        is_last = self._call + 1 >= calls
+        self._trained(self._call + is_last)
+        if is_last:
+            self._stream.finished()
+        self.close()
 
     def dropped(self) -> dict[str, int]:
         """Group -> rollouts of it that the batcher has dropped since the last call."""
@@ -277,16 +301,41 @@ def _data_buffer() -> Any:
             args = input.args
             _check_buffer(self, args)
             self._reward_key = args.reward_key
-            run = os.environ.get(RUN_VARIABLE)
-            self._line = MilesRun(
-                connect(run=run) if run else connect(),
-                batch=args.rollout_batch_size,
-                start=int(args.start_rollout_id or 0),
-                save_interval=args.save_interval,
-            )
+            name = os.environ.get(RUN_VARIABLE)
+            self._opened = connect(run=name) if name else connect()
+            self._run: MilesRun | None = None
+            """From the first train call on, whose number says where the stream goes on."""
             self._out: dict[str, Any] = {}
             """Group -> its entry in `_buffer`, of those that this process has pushed and that still wait."""
             self._looked = 0.0
+
+        @property
+        def run(self) -> MilesRun:
+            """The run, once it is known with which train call this process begins."""
+            if self._run is None:
+                raise RlbufferError("rlbuffer.doors.miles: no train call has begun: FullyAsyncRolloutFn says when")
+            return self._run
+
+        async def begins(self, call: int, source: Any) -> None:
+            """A train call of this number begins; `source` is miles' data source, which hears of checkpoints."""
+            if self._run is not None:
+                await asyncio.to_thread(self._run.begins, call)
+                return
+            args = self._args  # before anything is awaited: the producer has begun
+            keeps = args.save_interval is not None or args.save_trigger_sentinel is not None
+            self._run = opened = MilesRun(self._opened, batch=args.rollout_batch_size, call=call, keeps=keeps)
+            save, close = source.save, getattr(source, "close", None)
+
+            def saves(rollout_id: int) -> None:
+                save(rollout_id)
+                opened.checkpointed(rollout_id + 1)
+
+            def closes() -> None:
+                if close is not None:
+                    close()
+                opened.finished(train_calls(args, source))
+
+            source.save, source.close = saves, closes
 
         async def put(self, input: Any) -> None:
             await super().put(input)
@@ -296,7 +345,7 @@ def _data_buffer() -> Any:
             oldest = there.group_oldest_weight_version(input.group)
             try:
                 group_id = await asyncio.to_thread(
-                    self._line.push, input.group, self._reward_key, oldest, str(first.group_index)
+                    self.run.push, input.group, self._reward_key, oldest, str(first.group_index)
                 )
             except BaseException:
                 await self._leaves(input)
@@ -306,11 +355,9 @@ def _data_buffer() -> Any:
         async def get(self, current_version: int | None = None, **context: Any) -> Any:
             if current_version is not None:
                 self._current_version = current_version
-                await asyncio.to_thread(self._line.version, int(current_version))
-            if self._line.begins_a_call():
-                await asyncio.to_thread(self._line.acknowledge)
+                await asyncio.to_thread(self.run.version, int(current_version))
             await self._notices_drops()
-            while (taken := self._line.next()) is None:
+            while (taken := self.run.next()) is None:
                 await asyncio.sleep(POLL_SECONDS)
                 await self._notices_drops()
             group = group_of(taken)
@@ -323,8 +370,11 @@ def _data_buffer() -> Any:
             return there.DataBufferInput(prompt_group=[] if entry is None else entry.prompt_group, group=group)
 
         def close(self) -> None:
-            """Leaves the run. miles never does: its process ends."""
-            self._line.close()
+            """Leaves the run, without a word of what is trained."""
+            if self._run is None:
+                self._opened.close()
+            else:
+                self._run.close()
 
         async def _notices_drops(self) -> None:
             """What the batcher has dropped goes to miles' handler of unused groups, and makes room."""
@@ -332,7 +382,7 @@ def _data_buffer() -> Any:
             if now - self._looked < DROPS_SECONDS:
                 return
             self._looked = now
-            for group_id, rollouts in (await asyncio.to_thread(self._line.dropped)).items():
+            for group_id, rollouts in (await asyncio.to_thread(self.run.dropped)).items():
                 entry = self._out.get(group_id)
                 if entry is not None and rollouts >= len(entry.group):
                     del self._out[group_id]
@@ -345,4 +395,20 @@ def _data_buffer() -> Any:
                 self._buffer[:] = [other for other in self._buffer if other is not entry]
                 self._cond.notify_all()
 
+    rollout = importlib.import_module(ROLLOUT).FullyAsyncRolloutFn
+    drain = rollout._drain
+
+    async def begins(self: Any, input: Any) -> Any:
+        if isinstance(self._output, DataBuffer):
+            await self._output.begins(input.rollout_id, self.data_source)
+        return await drain(self, input)
+
+    rollout._drain = begins
     return DataBuffer
+
+
+def train_calls(args: Any, source: Any) -> int:
+    """Train calls of the whole run, as miles counts them: the arguments of its rollout manager may say epochs."""
+    if args.num_rollout is not None:
+        return int(args.num_rollout)
+    return int(len(source.dataset) // args.rollout_batch_size * args.num_epoch)

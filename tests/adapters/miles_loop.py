@@ -1,5 +1,5 @@
-"""A process in the shape of miles' fully async training: its buffer's producer and its train calls, without engines and
-without a model. Started again, it goes on from its newest checkpoint.
+"""miles' fully async rollout: its producer, its buffer and its train calls, without engines and without a model. The
+loop has the shape of `train_async.py`. Started again, it goes on from its newest checkpoint.
 
 ``python miles_loop.py RUN URL FOLDER`` starts a process for each line ``CALLS [stock]`` of its input, and says its
 pid: to import miles takes ten seconds. What is pushed and trained is written down as lines of JSON in FOLDER, for the
@@ -20,16 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from miles.rollout.fully_async_data_buffer import (
-    DataBufferConstructorInput,
-    DataBufferInput,
-    DefaultDataBuffer,
-    first_sample,
-)
+from miles.utils.misc import load_function
 from miles.utils.types import AdapterRef, Sample
+from miles_parts import base_types, fully_async
 
-import rlbuffer
-
+DOOR, STOCK = "rlbuffer.doors.miles.DataBuffer", "miles.rollout.fully_async_data_buffer.DefaultDataBuffer"
 BATCH, SIZE, SAVE_EVERY = 3, 2, 2
 TRAIN_SECONDS, SAMPLE_SECONDS = 0.03, 0.005
 
@@ -88,68 +83,93 @@ def note(kind: str, **values: Any) -> None:
         file.write(json.dumps({"pid": os.getpid(), **values}) + "\n")
 
 
-def checkpoint() -> dict[str, int]:
-    file = Path(sys.argv[3]) / "checkpoint.json"
-    return json.loads(file.read_text()) if file.exists() else {"calls": 0, "prompt": 0}
+def kept(name: str) -> int:
+    """A number that a checkpoint holds; 0 without one."""
+    file = Path(sys.argv[3]) / name
+    return int(file.read_text()) if file.exists() else 0
 
 
-def save(**values: int) -> None:
-    folder = Path(sys.argv[3])
-    (folder / "checkpoint.tmp").write_text(json.dumps(values))
-    (folder / "checkpoint.tmp").replace(folder / "checkpoint.json")
+def keep(name: str, number: int) -> None:
+    file = Path(sys.argv[3]) / name
+    file.with_suffix(".tmp").write_text(str(number))
+    file.with_suffix(".tmp").replace(file)
 
 
-async def main(run: str, url: str, calls: int, is_stock: bool) -> None:
+class Source:
+    """miles' data source: prompts in their order."""
+
+    def __init__(self) -> None:
+        self.prompt = kept("prompt")
+
+    def get_samples(self, count: int) -> list[list[Any]]:
+        groups = [[Sample(group_index=self.prompt + i) for _ in range(SIZE)] for i in range(count)]
+        self.prompt += count
+        return groups
+
+    def save(self, rollout_id: int) -> None:
+        keep("prompt", self.prompt)
+
+
+async def main(run: str, url: str, calls: int, kind: str) -> None:
     os.environ |= {"RLBUFFER_RUN": run, "RLBUFFER_REDIS_URL": url}
-    begins = checkpoint()
     args = Namespace(
-        start_rollout_id=begins["calls"],
+        start_rollout_id=None,  # so its rollout manager has it: the driver knows it later
+        num_rollout=calls,
+        num_epoch=None,
         rollout_batch_size=BATCH,
+        n_samples_per_prompt=SIZE,
+        rollout_global_dataset=True,
+        rollout_submission_granularity="group",
+        rollout_sample_filter_path=None,
+        async_max_concurrent_samples=None,
+        async_unused_samples_handler="drop",
+        custom_async_data_buffer_path=kind,
         save_interval=SAVE_EVERY,
+        save_trigger_sentinel=None,
         reward_key=None,
         max_weight_staleness=None,
         async_data_buffer_capacity_factor=2.0,
         dynamic_sampling_filter_path=None,
     )
-    kind = DefaultDataBuffer if is_stock else rlbuffer.doors.miles.DataBuffer
-    buffer = kind(DataBufferConstructorInput(args, lambda prompts: note("unused", prompts=len(prompts))))
-    version, prompt = 1, begins["prompt"]  # as miles counts, from 1 in each process
+    version = 1  # as miles counts, from 1 in each process
 
-    async def produce() -> None:
-        nonlocal prompt
-        while True:
-            group, prompt = made(prompt, version), prompt + 1
-            await asyncio.sleep(SAMPLE_SECONDS)
-            note("sampled", digest=digest(group))
-            await buffer.put(DataBufferInput(prompt_group=[], group=group))
-            note("pushed", digest=digest(group))
+    async def generate(state: Any, prompts: list[Any], **others: Any) -> list[Any]:
+        group = made(prompts[0].group_index, version)
+        await asyncio.sleep(SAMPLE_SECONDS)
+        note("sampled", digest=digest(group))
+        return group
 
-    async def drain() -> list[Any]:
-        groups: list[Any] = []
-        while len(groups) < BATCH:
-            got = asyncio.create_task(buffer.get(current_version=version))
-            await asyncio.wait({got, worker}, return_when=asyncio.FIRST_COMPLETED)
-            if worker.done():
-                worker.result()
-            groups.append((await got).group)
-        buffer.get_metrics()
-        return groups
+    buffer = load_function(kind)
+    put = buffer.put
 
-    worker = asyncio.create_task(produce())
-    ahead = asyncio.create_task(drain())
-    for call in range(begins["calls"], calls):
-        groups = await ahead
+    async def noted(self: Any, input: Any) -> None:
+        await put(self, input)
+        note("pushed", digest=digest(input.group))
+
+    buffer.put = noted
+    fully_async.generate_and_rm_group = generate
+    source, first = Source(), kept("calls")
+    rollout = fully_async.FullyAsyncRolloutFn(base_types.RolloutFnConstructorInput(args=args, data_source=source))
+
+    def call_for(number: int) -> asyncio.Task[Any]:
+        return asyncio.create_task(rollout(base_types.RolloutFnTrainInput(rollout_id=number, weight_version=version)))
+
+    ahead = call_for(first)
+    for call in range(first, calls):
+        groups = (await ahead).samples
         if call + 1 < calls:
-            ahead = asyncio.create_task(drain())
-        groups.sort(key=lambda group: first_sample(group).index)
+            ahead = call_for(call + 1)
         await asyncio.sleep(TRAIN_SECONDS)
         note("trained", call=call, digests=[digest(group) for group in groups])
-        if (call + 1) % SAVE_EVERY == 0:
-            save(calls=call + 1, prompt=prompt)
+        if (call + 1) % SAVE_EVERY == 0 or call + 1 == calls:
+            keep("calls", call + 1)
+            source.save(call)
         if call + 1 < calls:
             await ahead  # miles syncs the generation before it updates weights
             version += 1
-    worker.cancel()
+    if hasattr(source, "close"):
+        source.close()
+    rollout._worker.cancel()
 
 
 if __name__ == "__main__":
@@ -157,7 +177,7 @@ if __name__ == "__main__":
     for line in sys.stdin:
         calls, *kind = line.split()
         if not (pid := os.fork()):
-            asyncio.run(main(sys.argv[1], sys.argv[2], int(calls), kind == ["stock"]))
+            asyncio.run(main(sys.argv[1], sys.argv[2], int(calls), STOCK if kind == ["stock"] else DOOR))
             note("ended")
             os._exit(0)
         print(pid, flush=True)

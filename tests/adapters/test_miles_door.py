@@ -14,17 +14,19 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 from door_loops import Loops
 from homes import Home, a_home
 
 from rlbuffer.doors import miles as door
-from rlbuffer.errors import InvalidRollout, RlbufferError
+from rlbuffer.errors import InvalidRollout, PayloadError, RlbufferError
+from rlbuffer.testing import make_group
 
 if TYPE_CHECKING or find_spec("miles"):
     from miles.rollout import fully_async_data_buffer as theirs
     from miles.utils.types import Sample
-    from miles_loop import BATCH, digest, made
+    from miles_loop import BATCH, SIZE, digest, made
 
 RUN = "miles"
 KILLS = int(os.environ.get("RLBUFFER_MILES_KILLS", "20"))
@@ -46,9 +48,11 @@ def buffer_of(loops: Loops, monkeypatch: pytest.MonkeyPatch, **others: Any) -> t
     monkeypatch.setenv("RLBUFFER_RUN", RUN)
     monkeypatch.setenv("RLBUFFER_REDIS_URL", loops.url)
     values: dict[str, Any] = {
-        "start_rollout_id": 0,
         "rollout_batch_size": 1,
+        "num_rollout": 100,
+        "num_epoch": None,
         "save_interval": None,
+        "save_trigger_sentinel": None,
         "reward_key": None,
         "max_weight_staleness": None,
         "async_data_buffer_capacity_factor": 1000.0,
@@ -57,6 +61,18 @@ def buffer_of(loops: Loops, monkeypatch: pytest.MonkeyPatch, **others: Any) -> t
     unused: list[Any] = []
     given = theirs.DataBufferConstructorInput(Namespace(**values | others), unused.append)
     return door.DataBuffer(given), unused
+
+
+class Source:
+    """miles' data source, as its rollout manager calls it."""
+
+    dataset: Any = None
+
+    def save(self, rollout_id: int) -> None:
+        """Nothing of it is kept."""
+
+    def close(self) -> None:
+        """Nothing is to do."""
 
 
 async def put(buffer: Any, group: list[Any]) -> None:
@@ -86,9 +102,11 @@ def test_killed_processes_lose_and_repeat_no_group(home: Home) -> None:
     assert set(trained) <= sampled, "a group is another one than was pushed"
     with home.connect(RUN) as buffer:
         report, account = buffer.verify(), buffer.ledger().envs["miles"]
-        groups = buffer.groups(limit=10_000)
+        groups, run_has_ended = buffer.groups(limit=10_000), buffer.store.trainer().is_finished
     assert report.ok, report.findings
     assert account.dropped == {}
+    assert account.trained[0] == SIZE * len(trained), "the account is what the calls have trained, the last ones too"
+    assert run_has_ended
     waiting = Counter(str(view.state) for view in groups)
     assert len(pushed - set(trained)) <= sum(waiting.values()), "a pushed group is nowhere"
 
@@ -114,6 +132,7 @@ def test_a_group_of_which_no_token_is_trained_reaches_the_train_call(
     group = [Sample(group_index=1, index=i, tokens=[1, 2, 3], response_length=2, loss_mask=[0, 0]) for i in range(2)]
 
     async def run() -> None:
+        await buffer.begins(0, Source())
         await put(buffer, group)
         assert digest((await buffer.get(current_version=1)).group) == digest(group)
 
@@ -133,6 +152,7 @@ def test_filters_and_bounds_are_miles_own(home: Home, monkeypatch: pytest.Monkey
     buffer, unused = buffer_of(loops_of(home), monkeypatch, async_data_buffer_capacity_factor=2.0)
 
     async def run() -> None:
+        await buffer.begins(0, Source())
         aborted = made(0, 1)
         theirs.first_sample(aborted).status = Sample.Status.ABORTED
         await put(buffer, aborted)
@@ -169,9 +189,10 @@ def test_a_group_that_grew_too_old_goes_to_the_handler(home: Home, monkeypatch: 
     buffer, unused = buffer_of(loops_of(home, settings), monkeypatch)
 
     async def run() -> None:
+        await buffer.begins(0, Source())
         groups = [made(prompt, version) for prompt, version in enumerate((1, 1, 1, 1, 9))]
         for version in (1, 2, 9):  # the run counts three of miles' versions
-            await asyncio.to_thread(buffer._line.version, version)
+            await asyncio.to_thread(buffer.run.version, version)
         for group in groups:
             await put(buffer, group)
         assert digest((await buffer.get(current_version=9)).group) == digest(groups[-1])
@@ -183,6 +204,69 @@ def test_a_group_that_grew_too_old_goes_to_the_handler(home: Home, monkeypatch: 
 
     try:
         asyncio.run(run())
+    finally:
+        buffer.close()
+
+
+@pytest.mark.parametrize(
+    ("calls", "trained", "has_ended"), [(3, 3, True), (9, 2, False)], ids=["the last call", "an exit for debugging"]
+)
+def test_a_training_that_ends_says_what_it_has_trained(
+    home: Home, monkeypatch: pytest.MonkeyPatch, calls: int, trained: int, has_ended: bool
+) -> None:
+    """Three calls have begun. An exit for debugging leaves the one that was asked for ahead."""
+    buffer, _ = buffer_of(loops_of(home), monkeypatch, num_rollout=None, num_epoch=calls)
+    source = Source()
+    source.dataset = [None]
+
+    async def run() -> None:
+        for call in range(3):
+            await buffer.begins(call, source)
+            await put(buffer, made(call, 1))
+            await buffer.get(current_version=1)
+
+    asyncio.run(run())
+    source.close()
+    with home.connect(RUN) as seen:
+        assert seen.store.trainer().trained == trained
+        assert seen.store.trainer().is_finished == has_ended
+
+
+def test_groups_behind_the_checkpoint_before_the_newest_one_are_kept(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, _ = buffer_of(loops_of(home), monkeypatch, save_interval=1)
+    source = Source()
+
+    async def run() -> None:
+        for call in range(4):
+            await buffer.begins(call, source)
+            await put(buffer, made(call, 1))
+            await buffer.get(current_version=1)
+            if call:
+                source.save(call - 1)
+
+    try:
+        asyncio.run(run())
+        with home.connect(RUN) as seen:
+            trainer = seen.store.trainer()
+        assert (trainer.trained, trainer.checkpoint, trainer.oldest_kept) == (3, 3, 2)
+    finally:
+        buffer.close()
+
+
+def test_a_group_of_another_producer_is_refused_in_a_sentence(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, _ = buffer_of(loops_of(home), monkeypatch)
+
+    async def run() -> None:
+        await buffer.begins(0, Source())
+        with home.connect(RUN) as other:
+            other.writer("other").push(make_group(columns=[{"support": np.ones((9, 1), np.int32)}], lengths=[9]))
+        await buffer.get(current_version=1)
+
+    try:
+        with pytest.raises(PayloadError, match="pushed, with the tokens that restricted sampling left, by"):
+            asyncio.run(run())
     finally:
         buffer.close()
 
