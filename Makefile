@@ -8,6 +8,7 @@
 #   make check   ruff, mypy --strict, import arrows, wheel contents
 #   make vllm-test  samplers and workers with real vLLM on the CPU, in an environment of its own (3.4 GB)
 #   make vllm-faults  kill the vLLM engine of a worker forty times, in that environment: make vllm-faults FAULTS="--seed 7"
+#   make trl-vllm  twenty steps of TRL's AsyncGRPO behind its door, sampled by real vLLM on the CPU: both environments
 #   make adapters-test  verifiers, reasoning-gym, TRL's trainer, OpenAI's and Anthropic's clients, in an environment of its own
 #   make doors-test  verl's trainer and TransferQueue on a local Ray, in an environment of its own; with miles: MILES=FOLDER
 #   make lock    write deploy/requirements.lock, from which the container image is installed
@@ -26,10 +27,10 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check sim mutations faults servers bench vllm-test vllm-faults adapters-test doors-test lock clean
+.PHONY: help demo test check sim mutations faults servers bench vllm-test vllm-faults trl-vllm adapters-test doors-test lock clean
 
 help:
-	@sed -n '2,16s/^# //p' Makefile
+	@sed -n '2,17s/^# //p' Makefile
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("rlbuffer needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
@@ -88,6 +89,12 @@ vllm-faults:
 	PYTHON=$(PYTHON) .ci/vllm-env $(VLLM)
 	$(VLLM_ENVIRONMENT) PYTHONPATH=tests/support $(VLLM)/bin/python -W default tests/real_vllm/engine_kills.py $(FAULTS)
 
+# Two environments: TRL's has its own transformers, and vLLM pins another.
+trl-vllm: $(ADAPTERS)/.installed
+	PYTHON=$(PYTHON) .ci/vllm-env $(VLLM)
+	$(VLLM_ENVIRONMENT) PYTHONPATH=$(CURDIR)/tests/support:$(CURDIR)/tests/real_vllm \
+	  $(ADAPTERS)/bin/python -W default tests/adapters/trl_with_vllm.py $(VLLM)/bin/python $(STEPS)
+
 $(ADAPTERS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ADAPTERS)
 	$(ADAPTERS)/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt \
@@ -103,13 +110,13 @@ adapters-test: $(ADAPTERS)/.installed
 	    tests/faults/test_short_fault_runs.py::test_agents_lose_nothing_that_they_heard_when_a_gateway_is_killed_in_each_window \
 	    $(ADAPTERS_TEST)
 
-# verl pins CUDA builds: what its trainer imports is named here instead. The last two on the list are miles'.
+# verl pins CUDA builds: what its trainer imports is named here instead. The last three on the list are miles'.
 $(DOORS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOORS)
 	$(DOORS)/bin/python -m pip install --disable-pip-version-check --quiet --editable '.[memory]' \
 	  'torch==2.13.0' 'ray==2.60.*' 'tensordict==0.10.0' 'transformers>=5.5.3,<5.11,!=5.6.0' accelerate aiohttp cachetools \
 	  codetiming datasets dill fastapi hydra-core msgspec pandas peft pillow 'prometheus-client>=0.20' psutil pyzmq torchdata uvicorn \
-	  'pytest>=8.2' 'pytest-timeout>=2.3' blobfile pybase64
+	  'pytest>=8.2' 'pytest-timeout>=2.3' blobfile pybase64 pylatexenc
 	$(DOORS)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps 'verl==0.9.1' 'TransferQueue==0.1.11'
 	@touch $@
 

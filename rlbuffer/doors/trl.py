@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -37,6 +36,8 @@ import numpy as np
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.stream import Stream, Taken
 from rlbuffer.client.writer import Writer
+from rlbuffer.doors.needs import known_version, need
+from rlbuffer.doors.values import PushedElsewhere
 from rlbuffer.errors import EnvDone, RlbufferError, UnknownLabel
 from rlbuffer.records.group import Ticket
 from rlbuffer.records.policy_version import PolicyVersion
@@ -54,6 +55,10 @@ TICKET_SECONDS = 20.0
 RENEW_SECONDS = 4.0
 ASK_SECONDS = 0.05
 """Pause between two asks for a ticket, while the rollout loop wants one."""
+RELOAD_SECONDS = 2.0
+"""Pause after weights that could not be loaded."""
+UNTOLD_SECONDS = 30.0
+"""A loop that has waited so long for a trainer's first weights says so."""
 ROUND_TRIP_SECONDS = 0.05
 """The rollout loop waits for an answer at most so long, and only where the last answer was a ticket."""
 MOST_METRICS = 4096
@@ -125,14 +130,7 @@ def attach(
 
 def check(trainer: Any) -> None:
     """Raises RlbufferError in one sentence unless this is a trainer that the door knows, with all that it needs."""
-    version = importlib.metadata.version("trl")
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if not KNOWN[0] <= numbers < KNOWN[1]:
-        lowest, below = (".".join(map(str, numbers)) for numbers in KNOWN)
-        raise RlbufferError(
-            f"rlbuffer.doors.trl knows TRL >={lowest},<{below}, and this is {version}: install one of those, or leave "
-            "the line out"
-        )
+    version = known_version("trl", "trl", "TRL", KNOWN, "leave the line out")
     module = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker")
     worker = getattr(trainer, "rollout_worker", None)
     kind = getattr(module, "AsyncRolloutWorker", None)
@@ -146,12 +144,9 @@ def check(trainer: Any) -> None:
         "AsyncRolloutWorker": worker or kind,
         "_AsyncRolloutLoop": getattr(module, "_AsyncRolloutLoop", None),
     }
-    for need in NEEDED:
-        is_made_later = worker is None and need.name == "_process"
-        if not is_made_later and not hasattr(owners[need.owner], need.name):
-            raise RlbufferError(
-                f"rlbuffer.doors.trl needs {need.owner}.{need.name} ({need.use}), and TRL {version} has none"
-            )
+    for its in NEEDED:
+        if worker is not None or its.name != "_process":  # which is made later
+            need("trl", its.owner, owners[its.owner], its.name, whose=f"TRL {version}", use=its.use)
     if worker is not None and not hasattr(worker._loop_kwargs.get("dataset"), "__len__"):
         raise RlbufferError(
             "rlbuffer.doors.trl gives prompts by number, and train_dataset is an IterableDataset: load it as a Dataset"
@@ -210,10 +205,12 @@ def rollout_of(samples: Sequence[Any], version: int) -> Rollout:
 
 
 def samples_of(taken: Taken) -> Iterator[Any]:
-    """TRL's samples of a group, in the order in which they were scored."""
+    """TRL's samples of a group, in the order in which they were scored. Raises PayloadError: they are none."""
     made = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker").RolloutSample
     index = 0
     for rollout in taken.rollouts:
+        if NOTE not in rollout.metadata:
+            raise PushedElsewhere("trl", rollout)
         note = json.loads(rollout.metadata[NOTE])
         for number, sequence in enumerate(rollout.sequences):
             yield made(
@@ -422,13 +419,18 @@ class TicketLoop:
         self._writer: Writer = self._buffer.writer(f"trl-{os.getpid()}", ticket_seconds=TICKET_SECONDS)
         self._out: dict[int, Ticket] = {}
         self._versions: dict[int, int] = {}
-        self._loaded = -1
+        self._loaded: PolicyVersion | None = None
+        """What `load` has brought into the engine."""
         self._stops = threading.Event()
-        self._ready: queue.SimpleQueue[Ticket] = queue.SimpleQueue()
-        """A ticket that was taken ahead, for the loop that asks next."""
+        self._error: BaseException | None = None
+        """What has ended the thread that asks."""
+        self._ready: queue.SimpleQueue[tuple[Ticket, int]] = queue.SimpleQueue()
+        """A ticket that was taken ahead, for the loop that asks next, and the version that the engine had then."""
         self._wants, self._answered = threading.Event(), threading.Event()
         self._has_leave = True
         """The last ask got a ticket: the next one is a matter of a round trip."""
+        self._began, self._is_due = time.monotonic(), True
+        """When the loop began; it has not said yet that it waits for weights."""
         self._left = 0
         """Generations of the last ticket that the loop has not begun yet."""
         calls, stop = self._loop.call_soon_threadsafe, self._stop_event.set
@@ -454,25 +456,55 @@ class TicketLoop:
                     _log.warning("tickets cannot be renewed: %s", error)
 
     def _ask(self) -> None:
-        """Takes a ticket whenever the loop wants one. As many groups are open as the loop's slots take, and as wait to
-        be scored: with fewer it would stand still for good."""
+        """Takes a ticket whenever the loop wants one, behind the newest weights: what is begun with a ticket is sampled
+        by the version that it came with, or by a later one."""
+        try:
+            while not self._stops.is_set():
+                if self._wants.wait(RENEW_SECONDS) and not self._take():
+                    self._stops.wait(ASK_SECONDS)
+        except BaseException as error:  # the loop must hear of it, in its own thread
+            self._error = error
+            self._answered.set()
+
+    def _take(self) -> bool:
+        """A ticket was to be had. As many groups are open as the loop's slots take, and as wait to be scored: with
+        fewer the loop would stand still for good."""
         hold = -(-self.max_inflight_tasks // self.num_generations) + 2 + SCORED_AT_ONCE
-        while not self._stops.is_set():
-            if not self._wants.wait(RENEW_SECONDS):
-                continue
-            tickets: list[Ticket] = []
+        version = self._sampling_version()
+        tickets: list[Ticket] = []
+        if version is not None:
             with suppress(EnvDone):  # the trainer has made its last step, and stops this loop
                 tickets = self._writer.take(self._env, hold=hold, wait=False)
-            self._has_leave = bool(tickets)
-            if tickets:
-                self._wants.clear()
-                self._ready.put(tickets[0])
-            self._answered.set()
-            if not tickets:
-                self._stops.wait(ASK_SECONDS)
+        self._has_leave = bool(tickets)
+        if tickets and version is not None:
+            self._wants.clear()
+            self._ready.put((tickets[0], version))
+        self._answered.set()
+        return bool(tickets)
+
+    def _sampling_version(self) -> int | None:
+        """The version that the engine has. Where this loop brings it the weights: once they are published; None while
+        it has none of this run."""
+        newest = self._buffer.policy.current()
+        if self._load is None:
+            return max(0, newest.version)
+        if newest.location and newest != self._loaded:
+            try:
+                self._load(newest)
+            except Exception as error:
+                _log.warning("the engine has no version %d, and gets no prompts: %s", newest.version, error)
+                self._stops.wait(RELOAD_SECONDS)
+                return None
+            self._loaded = newest
+        if self._loaded is None and self._is_due and time.monotonic() > self._began + UNTOLD_SECONDS:
+            self._is_due = False
+            _log.warning("no weights are published yet: the trainer calls policy.publish for each version")
+        return None if self._loaded is None else self._loaded.version
 
     def has_prompt(self) -> bool:
-        """The loop can take a prompt without a wait; else one is asked for."""
+        """The loop can take a prompt without a wait; else one is asked for. Raises what the asking has ended with."""
+        if self._error is not None:
+            raise self._error
         if self._left or not self._ready.empty():
             return True
         self._answered.clear()
@@ -481,8 +513,8 @@ class TicketLoop:
             self._answered.wait(ROUND_TRIP_SECONDS)
         return not self._ready.empty()
 
-    def _ticket(self) -> Ticket | None:
-        """The next one; None when the loop shall stop."""
+    def _ticket(self) -> tuple[Ticket, int] | None:
+        """The next one with its version; None when the loop shall stop."""
         while not self._stops.is_set():
             with suppress(queue.Empty):
                 return self._ready.get(timeout=0.0 if self.has_prompt() else ASK_SECONDS)
@@ -492,15 +524,12 @@ class TicketLoop:
     def repeat(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """TRL's `_repeat_iterator`: the ticket's number and prompt, once for each generation."""
         while True:
-            ticket = self._ticket()
-            if ticket is None:  # TRL takes one more prompt before it hears of the end, and does not score it
+            taken = self._ticket()
+            if taken is None:  # TRL takes one more prompt before it hears of the end, and does not score it
                 yield -1, self.dataset[0]
                 continue
-            version = self._buffer.policy.current()
-            if self._load is not None and version.version != self._loaded:
-                self._load(version)
-                self._loaded = version.version
-            self._out[ticket.number], self._versions[ticket.number] = ticket, max(0, version.version)
+            ticket, version = taken
+            self._out[ticket.number], self._versions[ticket.number] = ticket, version
             row = self.dataset[ticket.number % len(self.dataset)]
             for number in range(self.num_generations):
                 self._left = self.num_generations - number - 1
@@ -625,11 +654,12 @@ def work(
 ) -> None:
     """Runs TRL's rollout loop on any host, for a run whose trainer has the door attached. Returns when `stop` is set.
 
-    `load` gets each new policy version before the next group is begun with it, and brings its weights into the engine
-    behind ``vllm_server_url``: a trainer that has no way of its own to this host publishes them
-    (``buffer.policy.publish(model, version)``), and ``version.location`` is where they are. `loop` are the arguments of
-    TRL's `_AsyncRolloutLoop`: ``model_name``, ``dataset`` (the trainer's own, in its order), ``reward_funcs``,
-    ``processing_class``, ``eos_token_ids``, ``num_generations`` ...
+    The trainer publishes each version (``buffer.policy.publish(model, version, folder)``), and no prompt is taken
+    before the first. `load` gets the newest one whose weights are published before the next group is begun, and brings
+    them from ``version.location`` into the engine behind ``vllm_server_url``. A thread of the door calls it; while it
+    raises, no prompt is taken, and it is called again after 2 s. `loop` are the arguments of TRL's `_AsyncRolloutLoop`:
+    ``model_name``, ``dataset`` (the trainer's own, in its order), ``reward_funcs``, ``processing_class``,
+    ``eos_token_ids``, ``num_generations`` ...
 
     Raises:
         RlbufferError: TRL is of a version that the door does not know.
@@ -640,7 +670,7 @@ def work(
 
     def loaded(there: PolicyVersion) -> None:
         load(there)
-        label = max(there.labels, key=lambda name: there.labels[name], default="0")
+        label = next((name for name, number in there.labels.items() if number == there.version), "")
         version.value = int(label) if label.isdigit() else there.version
 
     made = extended_loop(

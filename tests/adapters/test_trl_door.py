@@ -24,9 +24,10 @@ from trl_runs import TrlRun, check
 import rlbuffer
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.doors import trl as door
-from rlbuffer.errors import RlbufferError
+from rlbuffer.errors import PayloadError, RlbufferError
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.session import open_store
+from rlbuffer.testing import make_group
 
 if TYPE_CHECKING or find_spec("trl"):
     import trl.experimental.async_grpo.async_rollout_worker as trl
@@ -96,6 +97,7 @@ def test_a_killed_trainer_and_a_killed_rollout_process_lose_and_repeat_nothing(h
 
 
 def test_two_hosts_sample_for_one_trainer(home: Home) -> None:
+    home.environment |= {"TRL_PUBLISHES": "1"}
     run = TrlRun(home)
     host = run.python("trl_host.py", run.port, run.url, "trl", log="host")
     (trainer,) = run.train(2)
@@ -144,6 +146,12 @@ def test_samples_come_back_as_they_were(reward: float) -> None:
         assert repr(made.metrics) == repr(given.metrics)
         assert int(made.group_id) == 7
     assert all(np.isfinite(rollout.reward) for rollout in rollouts)
+
+
+def test_a_rollout_of_another_producer_is_refused_in_a_sentence() -> None:
+    taken = SimpleNamespace(place=1, rollouts=make_group(lengths=[9], rollout_ids=["a/0"]).rollouts)
+    with pytest.raises(PayloadError, match=r"rollout a/0 was pushed by another producer than rlbuffer\.doors\.trl"):
+        list(door.samples_of(taken))
 
 
 # -- the rollout loop --------------------------------------------------------------------------------------------------

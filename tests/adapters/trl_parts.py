@@ -48,9 +48,9 @@ def make_model(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        head_dim=12,
+        head_dim=32,  # the smallest that vLLM takes on a CPU
         max_position_embeddings=512,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         eos_token_id=names.index("<|im_end|>"),
         initializer_range=0.1,
     )
@@ -126,6 +126,19 @@ class FileTransfer:
         save_file({name: tensor.detach().clone().contiguous() for name, tensor in named}, self._file)
         body = json.dumps({"file": str(self._file.absolute())}).encode()
         urllib.request.urlopen(urllib.request.Request(f"{self._url}/load", body), timeout=60).read()
+
+    def init_weight_transfer(self) -> None:
+        """Nothing to do, as in the others."""
+
+    pause = resume = destroy = init_weight_transfer
+
+
+class NoTransfer:
+    """TRL's weight transfer for a trainer without an engine of its own: others load what it publishes."""
+
+    def send_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _ in named:  # of sharded weights every rank has a part in each
+            pass
 
     def init_weight_transfer(self) -> None:
         """Nothing to do, as in the others."""

@@ -38,6 +38,8 @@ class TrlRun:
     mode: str = "door"
     options: tuple[str, ...] = ()
     ranks: int = 1
+    samples: bool = True
+    """The trainer's own rollout process does; False: a host's alone."""
     port: int = field(init=False)
     url: str = field(init=False, default="-")
 
@@ -47,13 +49,17 @@ class TrlRun:
         self.home.environment |= {"TRL_FOLDER": str(self.home.path), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         if not (self.home.path / "model").exists():
             make_model(self.home.path / "model")
-        self.engine = self.python("trl_parts.py", "engine", self.home.path / "model", self.port, log="engine")
+        self.start_engine()
         (self.home.path / "trl.toml").write_text(SETTINGS)
         if self.mode == "door":
             self.serving = self.serve()
             with self.home.connect(RUN) as buffer:
                 self.url = buffer.store.server()["address"]
         self.home.wait_until(self._answers, seconds=120, why="the engine")
+
+    def start_engine(self) -> None:
+        """What samples."""
+        self.python("trl_parts.py", "engine", self.home.path / "model", self.port, log="engine")
 
     def serve(self) -> Any:
         """A batcher."""
@@ -86,7 +92,7 @@ class TrlRun:
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "MASTER_PORT": meets}
                 place["MASTER_ADDR"] = "127.0.0.1"
                 self.home.environment = alone | {name: str(value) for name, value in place.items()}
-            given = (self.mode, self.port, steps, self.url, RUN, *self.options)
+            given = (self.mode, self.port if self.samples else 0, steps, self.url, RUN, *self.options)
             started.append(self.python("trl_user.py", *given, log=f"user-{len(self.home.processes)}"))
         self.home.environment = alone
         return started

@@ -1,7 +1,8 @@
 """A user's script with AsyncGRPO. Started again, it goes on from its newest checkpoint.
 
-``python trl_user.py stock|door PORT STEPS URL RUN [NAME=VALUE ...]``: arguments of AsyncGRPOConfig. What is scored and
-trained is written down as lines of JSON in the folder TRL_FOLDER, for the test alone.
+``python trl_user.py stock|door PORT STEPS URL RUN [NAME=VALUE ...]``: arguments of AsyncGRPOConfig; the port of its
+engine, 0 for none. What is scored and trained is written down as lines of JSON in the folder TRL_FOLDER, for the test
+alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import trl.experimental.async_grpo.async_rollout_worker as rollout_worker
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
-from trl_parts import FileTransfer, run_on_the_cpu
+from trl_parts import FileTransfer, NoTransfer, run_on_the_cpu
 
 torch.set_num_threads(1)
 run_on_the_cpu()
@@ -140,6 +141,18 @@ class Steps(TrainerCallback):
         self._at += count
 
 
+class Publishes(TrainerCallback):
+    """Gives the run the weights of each version that the door has announced."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        self._buffer.policy.publish(model, self._buffer.policy.version, FOLDER / "published", keep=100)
+
+    on_step_end = on_train_begin
+
+
 def main(mode: str, port: str, steps: str, url: str, run: str, *options: str) -> None:
     given = {name: json.loads(value) for name, value in (option.split("=") for option in options)}
     server, out = f"http://127.0.0.1:{port}", FOLDER / "out"
@@ -161,13 +174,15 @@ def main(mode: str, port: str, steps: str, url: str, run: str, *options: str) ->
         model=str(FOLDER / "model"),
         train_dataset=data,
         reward_funcs=reward,
-        weight_transfer=FileTransfer(server, FOLDER / "weights.safetensors"),
+        weight_transfer=FileTransfer(server, FOLDER / "weights.safetensors") if port != "0" else NoTransfer(),
         args=arguments,
     )
     if mode == "door":
         import rlbuffer
 
-        rlbuffer.doors.trl.attach(trainer, url, run=run)
+        buffer = rlbuffer.doors.trl.attach(trainer, url, run=run)
+        if os.environ.get("TRL_PUBLISHES") and buffer is not None:
+            trainer.add_callback(Publishes(buffer))
     if trainer.rollout_worker is not None:
         trainer.rollout_queue = queue = Delivered(trainer.rollout_queue)
         steps_made = Steps(queue)

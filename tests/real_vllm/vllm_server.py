@@ -53,18 +53,22 @@ class VllmServer:
         lora_rank: int = 0,
         mode: str = "processed_logprobs",
         more: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> None:
-        self.more = more
+        self.more, self.python = more, python
         self.model, self.log, self.context, self.lora_rank, self.mode = model, log, context, lora_rank, mode
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         """Returns at once; :meth:`until_ready` waits."""
         extension = "rlbuffer.worker.samplers.vllm_extension.WeightsExtension"
         command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *(self.python, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(self.model), "--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(self.context)),
             *("--logprobs-mode", self.mode, "--enable-scale-out", "--worker-extension-cls", extension),
