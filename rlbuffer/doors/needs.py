@@ -11,7 +11,7 @@ Versions = tuple[tuple[int, int], tuple[int, int]]
 """From the first on and before the second."""
 
 
-def known_version(door: str, package: str, title: str, known: Versions, otherwise: str) -> str:
+def supported_version(door: str, package: str, title: str, versions: Versions, otherwise: str) -> str:
     """The trainer's version. `title` is its name for people, `otherwise` what to do with another one.
 
     Raises:
@@ -19,8 +19,8 @@ def known_version(door: str, package: str, title: str, known: Versions, otherwis
     """
     version = importlib.metadata.version(package)
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if not known[0] <= numbers < known[1]:
-        first, below = (".".join(map(str, numbers)) for numbers in known)
+    if not versions[0] <= numbers < versions[1]:
+        first, below = (".".join(map(str, numbers)) for numbers in versions)
         raise RlbufferError(
             f"rlbuffer.doors.{door} knows {title} >={first},<{below}, and this is {version}: install one of those, or "
             f"{otherwise}"

@@ -36,7 +36,7 @@ import numpy as np
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.stream import Stream, Taken
 from rlbuffer.client.writer import Writer
-from rlbuffer.doors.needs import known_version, need
+from rlbuffer.doors.needs import need, supported_version
 from rlbuffer.doors.values import PushedElsewhere
 from rlbuffer.errors import EnvDone, RlbufferError, UnknownLabel
 from rlbuffer.records.group import Ticket
@@ -130,7 +130,7 @@ def attach(
 
 def check(trainer: Any) -> None:
     """Raises RlbufferError in one sentence unless this is a trainer that the door knows, with all that it needs."""
-    version = known_version("trl", "trl", "TRL", KNOWN, "leave the line out")
+    version = supported_version("trl", "trl", "TRL", KNOWN, "leave the line out")
     module = importlib.import_module("trl.experimental.async_grpo.async_rollout_worker")
     worker = getattr(trainer, "rollout_worker", None)
     kind = getattr(module, "AsyncRolloutWorker", None)
@@ -144,9 +144,9 @@ def check(trainer: Any) -> None:
         "AsyncRolloutWorker": worker or kind,
         "_AsyncRolloutLoop": getattr(module, "_AsyncRolloutLoop", None),
     }
-    for its in NEEDED:
-        if worker is not None or its.name != "_process":  # which is made later
-            need("trl", its.owner, owners[its.owner], its.name, whose=f"TRL {version}", use=its.use)
+    for needed in NEEDED:
+        if worker is not None or needed.name != "_process":  # which is made later
+            need("trl", needed.owner, owners[needed.owner], needed.name, whose=f"TRL {version}", use=needed.use)
     if worker is not None and not hasattr(worker._loop_kwargs.get("dataset"), "__len__"):
         raise RlbufferError(
             "rlbuffer.doors.trl gives prompts by number, and train_dataset is an IterableDataset: load it as a Dataset"

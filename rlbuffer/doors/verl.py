@@ -39,7 +39,7 @@ from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.client.stream import Stream, Taken
 from rlbuffer.doors.drops import Drops
 from rlbuffer.doors.labels import Labels
-from rlbuffer.doors.needs import known_version, need
+from rlbuffer.doors.needs import need, supported_version
 from rlbuffer.doors.values import as_bytes, values_of
 from rlbuffer.errors import InvalidRollout, RlbufferError
 from rlbuffer.records.rollout import MIN_LOGPROB, Rollout, TokenSequence
@@ -103,7 +103,7 @@ def __getattr__(name: str) -> Any:
 
 def check() -> None:
     """Raises RlbufferError in one sentence unless this is a verl that the door knows, with all that it needs."""
-    version = known_version("verl", "verl", "verl", KNOWN, "leave custom_sampler and checkpoint_callback_class out")
+    version = supported_version("verl", "verl", "verl", KNOWN, "leave custom_sampler and checkpoint_callback_class out")
     for module, names in NEEDED.items():
         need("verl", module, importlib.import_module(module), *names, whose=f"verl {version}")
     buffer = importlib.import_module(MODULE).ReplayBufferAsync
