@@ -578,7 +578,8 @@ class StopOrWait:
     def is_set(self) -> bool:
         """The loop shall stop, or cannot take a prompt now."""
         is_about_the_end = self._has_counted or self._loop._groups_to_score.full()
-        return self._real.is_set() or not (is_about_the_end or self._loop.has_prompt())
+        is_over = self._real.is_set() or self._loop._stops.is_set()  # the latter first, of what ends the loop
+        return is_over or not (is_about_the_end or self._loop.has_prompt())
 
 
 def extended_loop(

@@ -227,8 +227,7 @@ def test_answers_under_way_go_on_while_no_ticket_is_to_be_had(home: Home) -> Non
         for taken in islice(stream, len(begun) + 5):  # it goes on
             stream.trained(taken)
         loop._loop.call_soon_threadsafe(loop._stop_event.set)
-        thread.join(30)
-        assert not thread.is_alive()
+        home.wait_until(lambda: not thread.is_alive(), seconds=120, why="the end, behind what was begun")
         home.wait_until(lambda: not _threads_of_the_door(), seconds=10, why="the end of the door's threads")
         loop._buffer.close()
 
