@@ -43,6 +43,8 @@ class Watched(Batcher):
         if self._pool.now - self._since >= self._config.slow_wait_seconds:
             return
         for env, name in sorted(self._waited):
+            if self._situation.sampled(env) != [""]:  # an adapter came since: which tickets are for it is not known
+                continue
             if name in plan.group_ids or env in self._situation.paused or not self._is_last(env, name, step):
                 continue
             order = len(name), name
