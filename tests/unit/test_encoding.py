@@ -80,4 +80,4 @@ def test_the_bytes_of_a_push_are_those_that_stored_runs_hold() -> None:
     )
     push = encode_push(group)
     everything = b"".join((*push.payloads, push.metadata, push.group_payload or b""))
-    assert hashlib.sha256(everything).hexdigest() == "f2da873a82c33e434474ed1f110345efcaf3b1778aee00164fb82fe8329d8713"
+    assert hashlib.sha256(everything).hexdigest() == "4eab37cae4267e71d83e97a031450e395d58a42da6b63e60692fb8b23cff6416"

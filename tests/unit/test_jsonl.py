@@ -56,7 +56,14 @@ def test_every_field_of_group_and_rollout_can_be_given_as_json() -> None:
         further=[{"tokens": [1, 7], "loss_mask": [False, True], "logprobs": [0, -1], "version_spans": [[4, 1, 2]]}],
     )
     values = group(
-        full, adapter="l", answer=["42"], metadata={"split": "train"}, needs=["ref_logprobs"], worker="w", created=5
+        full,
+        adapter="l",
+        answer=["42"],
+        metadata={"split": "train"},
+        needs=["ref_logprobs"],
+        worker="w",
+        created=5,
+        seconds=1.5,
     )
     assert set(values) == Group.__dataclass_fields__.keys()
     assert {

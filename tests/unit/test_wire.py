@@ -257,7 +257,7 @@ def test_numbers_that_no_rollout_has_are_refused_and_the_neighbours_of_their_pus
 
 
 PUSH_FIELDS = (
-    *("format", "group_id", "env", "prompt_id", "adapter", "planned_size", "needs", "worker", "created"),
+    *("format", "group_id", "env", "prompt_id", "adapter", "planned_size", "needs", "worker", "created", "seconds"),
     *("ids", "rows", "rewards", "columns"),
 )
 
