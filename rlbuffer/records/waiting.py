@@ -266,7 +266,8 @@ def _sentence(w: Waiting) -> str:
         return _because(w) + (f" To go on without it: `rlbuffer env pause {w.env}`." * (w.kind is Wait.ENV_DEAD))
     match w.kind:
         case Wait.STARTING:
-            return f"Starting{f', for {_long(w.seconds)} so far' if w.seconds else ''}: {w.detail}."
+            since = f", for {_long(w.seconds)} so far" if w.seconds else ""
+            return f"Starting{since}{f': {w.detail}' if w.detail else ''}."
         case Wait.NO_TRAINER:
             return (
                 "No trainer has joined. One that was started loads its model first; else start it (`rlbuffer train`, "

@@ -47,9 +47,9 @@ STILL_ENTROPY = 0.01
 """Mean entropy in nats up to which a policy gives one answer."""
 LEAST_ROLLOUTS = 16
 """Rollouts of an env from which equal rewards are no chance."""
-MOST_TRUNCATED, MORE_TRUNCATED, EARLIER_STEPS = 0.95, 0.25, 6
-"""Share of truncated rollouts that is nearly all; how much more than the mean of the steps before, at least so many, it
-is where it grows, and no less than twice that mean."""
+MORE_TRUNCATED, MOST_TRUNCATED, EARLIER_STEPS = 0.25, 0.95, 6
+"""Where truncation grows: how much more it is than the mean of the steps before, at least so many; besides, it is twice
+that mean, or nearly all. An env whose rollouts all end at the limit from the first step on may be meant so."""
 
 OF_LEARNING = frozenset({Trouble.COLLAPSED, Trouble.CONSTANT_REWARD})
 """Verdicts that say why nothing is learned."""
@@ -308,11 +308,11 @@ def _of_lengths(records: Sequence[StepRecord]) -> list[Problem]:
         if share is None or newest.rollouts < LEAST_ROLLOUTS:
             continue
         earlier = [record.truncated_by_env[env] or 0.0 for record in records[:-2] if env in record.truncated_by_env]
-        usual = sum(earlier) / len(earlier) if len(earlier) >= EARLIER_STEPS else None
-        text = f"{share:.0%} of its rollouts end at the length limit"
-        if share < MOST_TRUNCATED:
-            if usual is None or share < max(2 * usual, usual + MORE_TRUNCATED):
-                continue
-            text += f", {usual:.0%} in the {len(earlier)} steps before"
+        if len(earlier) < EARLIER_STEPS:
+            continue
+        usual = sum(earlier) / len(earlier)
+        if share < usual + MORE_TRUNCATED or share < min(2 * usual, MOST_TRUNCATED):
+            continue
+        text = f"{share:.0%} of its rollouts end at the length limit, {usual:.0%} in the {len(earlier)} steps before"
         found.append(Problem(kind=Trouble.TRUNCATION, env=env, step=newest.step, detail=text))
     return found

@@ -179,6 +179,10 @@ def test_steps_that_were_taken_back_count_as_they_are_now() -> None:
     assert len(newest_steps({"step": n} for n in range(99, 0, -1))) == JUDGED_STEPS + 1
 
 
+def test_an_env_whose_rollouts_all_end_at_the_limit_from_the_first_step_on_is_meant_so() -> None:
+    assert not spells([record(n + 1, truncated_by_env={"a": 0.98}) for n in range(30)])
+
+
 def test_doctor_calls_what_trains_wrongly_a_failure_and_what_may_be_meant_a_warning() -> None:
     (wrong,) = judged(run_of(*[{"rms": 0.04}] * 2))
     (meant,) = judged(run_of(*[{"truncated_by_env": {"a": 1.0}}] * 2))
