@@ -18,6 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from rlbuffer.batcher import budget
 from rlbuffer.batcher.age import last_version
 from rlbuffer.batcher.group import Group
 from rlbuffer.batcher.pool import ticket_order
@@ -37,9 +38,7 @@ def awaited(situation: Situation, step: int, groups: Sequence[Group]) -> dict[st
     accounts, _ = situation.adapters.settle(step, groups, config, situation.published)
     ready: dict[str, list[str]] = {}
     absent: dict[str, set[str]] = {}
-    for env in situation.known():
-        if env in situation.paused:
-            continue
+    for env in _sending(situation, step):
         lanes, max_age = situation.pool.env(env).lanes, config.for_env(env).max_age
         last = {
             adapter: last_version(now, max_age)
@@ -91,13 +90,14 @@ def places(
 
     Args:
         groups: that a step holds.
-        least: envs that the open step waits for. One that is short of its share, or any where nothing is under way,
-            gets a ticket whatever is due: else the step would never be full.
+        least: envs that the open step waits for. One that is short of its share, or all where nothing is under way
+            (one of them may have no worker), gets a ticket whatever is due: else the step would never be full.
         taken: groups that the step before has taken, which are not gone from the pool yet.
     """
     due: Counter[int] = Counter()
     """Last step at which a group can train -> groups."""
-    for env in situation.known():
+    sending = _sending(situation, step)
+    for env in sending:
         max_age = situation.config.for_env(env).max_age
         for lane in situation.pool.env(env).lanes.values():
             for index in (lane.ready, lane.forming):
@@ -119,14 +119,29 @@ def places(
         total = sum(more.values())
         few = {env: more[env] * room // total if total > room else more[env] for env in envs}
         # What is left goes to those that the step waits for, by turns: one of them may have no worker.
-        turn = int(situation.pool.now) % len(envs)
+        turn = int(max(0.0, situation.pool.now)) % len(envs)  # before the first group there is no time
         for env in sorted(envs[turn:] + envs[:turn], key=lambda env: env not in least):
             few[env] += few[env] < more[env] and sum(few.values()) < room
         granted += sum(few.values())
         out |= {env: min(allowed[env], len(_out(situation, env)) + few[env]) for env in envs}
-    comes = granted or any(_out(situation, env) or situation.pool.env(env).forming for env in situation.known())
-    needed = [env for env in sorted(least) if env in situation.short] or ([] if comes else sorted(least)[:1])
+    comes = granted or any(_in_time(situation, env, step) or situation.pool.env(env).forming for env in sending)
+    needed = [env for env in sorted(least) if env in situation.short] or ([] if comes else sorted(least))
     return out | {env: max(1, out[env]) for env in needed if env in out and allowed[env]}
+
+
+def _sending(situation: Situation, step: int) -> list[str]:
+    """The envs that `step` may take something of: not paused, and with a share where the schedule says so."""
+    return [
+        env
+        for env in situation.known()
+        if env not in situation.paused and not budget.is_off(situation.config, env, step)
+    ]
+
+
+def _in_time(situation: Situation, env: str, step: int) -> bool:
+    """A ticket is out whose group could train at `step`."""
+    max_age = situation.config.for_env(env).max_age
+    return any(version + 1 + max_age >= step for version in _out(situation, env).values())
 
 
 def _out(situation: Situation, env: str) -> dict[int, int]:

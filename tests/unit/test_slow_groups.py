@@ -156,6 +156,52 @@ def test_tickets_of_adapters_are_not_known_and_their_forming_groups_are():
     assert ask(made).plan is not None, "its 64 rollouts are not there: the step of the adapter goes on"
 
 
+def test_an_env_to_which_the_schedule_gives_nothing_is_not_waited_for():
+    budgets = {"a": [[1, 0.5], [2, 1.0]], "b": [[1, 0.5], [2, 0.0]]}
+    made = batcher(**(WAITS | {"budgets": budgets, "max_age": 1}), state={"schema": 1, "envs": {}, "step": 1})
+    for name in ("a.1", "a.2"):
+        put(made, name, version=1)
+    put(made, "b.1", env="b", lengths=(25,), planned=4, version=0)
+    assert trained(made, 2) == ("a.1", "a.2")
+
+
+def test_what_a_paused_env_has_takes_no_place_of_the_others():
+    made = batcher(**(WAITS | {"step_groups": 4, "max_age": 1}))
+    for number in range(8):
+        put(made, f"a.{number}", version=0)
+    put(made, "a.8", version=0, lengths=(25,), planned=4)
+    put(made, "b.0", env="b", version=0)
+    made.set_published(0)
+    made.set_under_way({"a": {9: 0}})
+    made.pause("a")
+    assert ask(made).allowances["b"] >= 3
+
+
+def test_a_leader_that_takes_over_an_empty_pool_allows_tickets():
+    """No time is known then: nothing was ever put there."""
+    made = batcher(**(WAITS | {"budgets": {"a": 0.5, "b": 0.5}}))
+    made.set_published(0)
+    made.set_under_way({})
+    assert sum(made.allowances(1, world_size=2).values()) >= 1
+
+
+def test_where_nothing_is_under_way_each_env_that_the_step_waits_for_gets_a_ticket():
+    """The step has room for no whole group of the usual length, and a has no worker."""
+    made = batcher(**(WAITS | {"step_groups": 0}))
+    for env in ("a", "b"):
+        put(made, f"{env}.0", env=env, lengths=(90,))
+    put(made, "a.9", lengths=(90,))
+    made.set_published(0)
+    trained(made, 1)
+    made.set_published(1)
+    for name in ("a.1", "a.2", "a.3"):
+        put(made, name, version=1, lengths=(30,), now=1.0)
+    put(made, "b.1", env="b", version=1, lengths=(30,), now=1.0)
+    decision = ask(made, 2, now=2.0)
+    assert decision.plan is None
+    assert {env for env, allowed in decision.allowances.items() if allowed} >= {"a", "b"}
+
+
 def test_no_ticket_is_given_for_a_step_that_is_full():
     made = full()
     made.set_under_way({"a": {0: 0}})
