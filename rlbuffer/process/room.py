@@ -9,7 +9,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from rlbuffer.errors import causes
+from rlbuffer.errors import ServerUnreachable, causes
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 CURABLE = FULL | {errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT}
@@ -25,6 +25,8 @@ def lack_of_room(error: BaseException | None) -> int:
         >>> lack_of_room(OSError(errno.ENOSPC, "No space left on device")), lack_of_room(ValueError("os error 2"))
         (28, 0)
     """
+    if isinstance(error, ServerUnreachable):
+        return 0  # its ETIMEDOUT is the network's
     for cause in causes(error):
         words = re.search(r"\(os error (\d+)\)", str(cause))
         number = cause.errno if isinstance(cause, OSError) and cause.errno else int(words[1]) if words else 0

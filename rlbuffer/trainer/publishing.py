@@ -71,6 +71,11 @@ class Publishing:
         """What rank 0 has to write, announce and acknowledge."""
         self._way: Future[None] | None = None
         """The thread that does."""
+        batcher = session.settings.batcher
+        ages = [batcher.max_age, *(env.max_age for env in batcher.envs.values())]
+        self._next_waits = batcher.lookahead == 0 or 0 in ages
+        """The next step cannot come before this one's version: nothing is gained beside it, and ranks that waited in
+        their reader would give up on a disk that is full for longer."""
         self._no_room = NoRoom(session.settings.output_dir, session.reader)
         self.newest: Published | None = None
         """The version that was announced last; on rank 0."""
@@ -97,6 +102,8 @@ class Publishing:
             self._begin(step.number, step=step, unless=header.waiting_for_version)
         else:
             self._session.reader.trained(step)
+        if self._next_waits:
+            self.settle()
 
     def publish(self, version: int) -> None:
         """Publishes a version, unless samplers have it, or a newer one."""
@@ -166,7 +173,7 @@ class Publishing:
         state = model_state(policy, inside="model", dtype=None if lora else dtype, only_trained=lora)
         if not session.is_first:
             return None
-        state = detached(state, policy)
+        state = detached(state if session.base is None else adapter_state(state), policy)
         folder, keep = weights_folder(settings), kept_versions(settings)
         beside = companions(settings.model.path, settings.trainer.lora.path)
         if session.base is None:
@@ -185,7 +192,7 @@ class Publishing:
             publish_adapter,
             folder,
             version,
-            state=adapter_state(state),
+            state=state,
             config=adapter_config(policy.model, base=located.location),
             base=located,
             keep=keep,
