@@ -245,8 +245,8 @@ class Writer:
     def _timed(self, tickets: list[Ticket]) -> list[Ticket]:
         """Remembers when these tickets were taken: now."""
         for ticket in tickets:
+            self._taken.pop(ticket.group_id, None)  # what was taken again is the newest
             self._taken[ticket.group_id] = time.monotonic()
-            self._taken.move_to_end(ticket.group_id)
         while len(self._taken) > TIMED_TICKETS:
             self._taken.popitem(last=False)
         return tickets
