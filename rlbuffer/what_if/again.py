@@ -92,7 +92,7 @@ def repeat(recorded: Recorded) -> Repeated:
         step, lookahead = commit.step.step, recorded.config.lookahead
         begins = trained_at.get(step - 1 - lookahead, leadership.since)
         config = config_of(recorded.archive, commit.step.revision)
-        by_clock = config.spillover != "block" or config.fill_timeout_seconds is not None
+        by_clock = config.spillover != "block" or config.fill_timeout_seconds is not None or config.slow == "wait"
         looked = begins
         while given < len(pushes) and pushes[given].order <= commit.read:
             push = pushes[given]
