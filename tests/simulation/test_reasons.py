@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlbuffer.batcher import situation
+from rlbuffer.batcher import batcher
 from rlbuffer.daemon import leadership
 from rlbuffer.daemon.reporter import Reporter
 from rlbuffer.daemon.watches import TrainerWord
@@ -24,7 +24,7 @@ def says_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def says_nothing_of_groups(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(situation, "reason", lambda *args: None)
+    patch.setattr(batcher, "reason", lambda *args: None)
 
 
 def says_the_first_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def calls_the_trainer_gone(patch: pytest.MonkeyPatch) -> None:
 
 
 def waits_for_a_version_that_is_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(situation, "reason", lambda *args: Waiting(kind=Wait.VERSION))
+    patch.setattr(batcher, "reason", lambda *args: Waiting(kind=Wait.VERSION))
 
 
 def calls_an_env_that_nobody_samples_generating(patch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,6 @@ def test_what_is_so_from_the_start_was_chosen(server: OwnServer) -> None:
 
 def test_every_check_of_the_server_is_made_again_or_watched_by_the_leader_itself() -> None:
     once = {check.name for check in CHECKS if check.level == "server" and not check.lasts}
-    assert once == {"server-memory", "run", "server-settings"}, (
-        "MemoryWatch, what it leads, and what a start alone sets"
+    assert once == {"server-memory", "run", "server-settings", "learning"}, (
+        "MemoryWatch, what it leads, what a start alone sets, and what it names from the trainer's records"
     )
