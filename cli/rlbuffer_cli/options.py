@@ -25,7 +25,14 @@ JSON, SETTINGS = "rlbuffer.json", "rlbuffer.settings"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class CliCommand(click.Command):
+class WithHelp(click.Command):
+    """A command that has ``-h``, whoever asks: click keeps the option as the first context had it."""
+
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        return ["-h", "--help"]
+
+
+class CliCommand(WithHelp):
     """A command whose help has its own options first, and those that every command has last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -45,7 +52,7 @@ def names_of_options(ctx: click.Context) -> list[str]:
     return [name for option in shown for name in option.opts if name.startswith("--")]
 
 
-class CliGroup(click.Group):
+class CliGroup(WithHelp, click.Group):
     """Commands of one kind below a name of their own."""
 
     command_class = CliCommand
