@@ -240,6 +240,8 @@ class Leadership:
         """Workers may not read what the trainer says; they read meta."""
         finished = f"{trainer.number} {trainer.trained}" if trainer.is_finished else ""
         if finished != self._meta.finished:
+            if finished:
+                self._publish({})  # a worker that begins behind the end takes none of before it
             self._store.set_finished(finished)
 
     def _has_ended(self, decision: Decision, trainer: Attempt) -> bool:
