@@ -21,6 +21,7 @@ from store_runs import Run
 import rlbuffer
 from rlbuffer.client.reader import Reader
 from rlbuffer.errors import BatchTimeout
+from rlbuffer.process import serving
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 
@@ -127,7 +128,7 @@ def test_the_batcher_says_it_once_and_leads_again(server: Moody, run: Run) -> No
 
 def test_a_worker_waits_and_goes_on(server: Moody, monkeypatch: pytest.MonkeyPatch) -> None:
     worker_stage.hurry(monkeypatch)
-    monkeypatch.setattr(worker_stage.loop, "FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(serving, "PAUSE_SECONDS", 0.05)
     stage = worker_stage.Stage(server.url)
     stage.allow(2)
     stage.announce(0)
