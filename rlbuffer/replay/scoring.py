@@ -59,12 +59,28 @@ class Scored:
     """Version -> root mean square of the differences of its logprobs."""
 
 
-def versions_in(output: Path) -> dict[int, Path]:
-    """Version -> where its parameters are: a checkpoint, or what was published."""
+def versions_in(output: Path, checkpoints: Path) -> dict[int, Path]:
+    """Version -> where its parameters are: a checkpoint, or what was published under the trainer's `output`."""
     published = layout.versions(output / "weights")
     kept = {version: folders[-1] for version, folders in published.items() if not layout.is_adapter(folders[-1])}
-    checkpoints = output / "checkpoints"
     return kept | {step: checkpoint.path_of(checkpoints, step) for step in checkpoint.steps(checkpoints)}
+
+
+def samplers(members: Sequence[ArchivedRollout], there: Mapping[int, Path]) -> tuple[list[int], list[int]]:
+    """The oldest and the newest version of each rollout, ascending: those that can score, those that are not kept."""
+    names = ("min_version", "max_version")
+    versions = sorted({int(member.row[name]) for member in members for name in names})
+    # Version 0 can be made again.
+    return [v for v in versions if v in there or v == 0], [v for v in versions if v not in there and v != 0]
+
+
+def not_kept(what: str, there: Mapping[int, Path], *, output: Path, checkpoints: Path) -> CheckpointError:
+    """The refusal to score by versions that are not kept; `what` names them, with its verb."""
+    kept = ", ".join(map(str, sorted({0, *there})))
+    return CheckpointError(
+        f"{what} kept in {checkpoints}, nor published in {output / 'weights'}: there are {kept}. More are kept "
+        "with trainer.checkpoint.keep, and a replay with --output makes further ones"
+    )
 
 
 def travelled(
@@ -75,20 +91,17 @@ def travelled(
     step: int,
     versions: Sequence[int],
     output: Path,
+    checkpoints: Path,
 ) -> tuple[list[Fit], list[Scored]]:
-    """Scores the rollouts of a step by versions whose parameters are kept under `output`; version 0 can be made again.
+    """Scores the rollouts of a step by versions that :func:`versions_in` finds; version 0 can be made again.
 
     Raises:
         CheckpointError: one is not kept. NotFound: the archive has no such step.
     """
-    there = versions_in(output)
+    there = versions_in(output, checkpoints)
     for version in versions:
         if version not in there and version != 0:
-            kept_ones = ", ".join(map(str, sorted({0, *there})))
-            raise CheckpointError(
-                f"version {version} is not kept under {output}: there are {kept_ones}. More are kept with "
-                "trainer.checkpoint.keep, and a replay with --output makes further ones"
-            )
+            raise not_kept(f"version {version} is not", there, output=output, checkpoints=checkpoints)
     settings = settings_of(kept, batcher=batcher)
     members = list(archive.rollouts(step))
     its: list[tuple[ArchivedRollout, TokenSequence]] = []

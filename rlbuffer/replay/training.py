@@ -59,15 +59,12 @@ class Replay:
     """The checkpoint that it begins with; 0: fresh weights."""
     checkpoint: Path | None
     """Its folder."""
+    checkpoints: Path
+    """The folder of the run's checkpoints."""
     world_size: int
     """Ranks that the run had."""
     notes: tuple[str, ...]
     """What is not as it was when the run was made, a sentence each."""
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return checkpoints_of(self.kept)
 
     def settings(self, changes: Mapping[str, Any], *, output: Path, world_size: int) -> RunSettings:
         """The settings of a replay, some of them changed. Raises ConfigError for one that a replay cannot change."""
@@ -78,9 +75,12 @@ class Replay:
             elif name.partition(".")[0] not in _CHANGEABLE:
                 fixed = "a replay reads [trainer], [model], seed and deterministic"
             if fixed:
-                raise ConfigError(f"--set {name}: {fixed}", setting=name)
+                # Without the setting: the place that a file gives it is not where it was changed.
+                raise ConfigError(f"--set {name}: {fixed}")
         settings = settings_of(self.kept, batcher=self.batcher, changes=changes)
         if settings.trainer.steps < self.last:
+            if "trainer.steps" in changes:
+                raise ConfigError(f"--set trainer.steps = {settings.trainer.steps} ends before step {self.last}")
             raise ConfigError(
                 f"step {self.last} was committed, and never trained: trainer.steps = {settings.trainer.steps}",
                 setting="trainer.steps",
@@ -123,14 +123,19 @@ def planned(
     if not archive.steps:
         raise ArchiveError(f"the archive {folder} has no steps")
     # The newest ones may have been committed ahead, and never trained.
-    last = max(trained_ms(archive), default=archive.steps[-1].step) if last is None else last
+    newest = max(trained_ms(archive), default=archive.steps[-1].step)
+    last = newest if last is None else last
     first = archive.steps[0].step if first is None else first
+    there = f"{archive.steps[0].step} to {archive.steps[-1].step}"
+    if first > last:
+        trained = "" if newest == archive.steps[-1].step else f", trained to {newest}"
+        raise ArchiveError(f"no step lies from {first} to {last}: the archive has {there}{trained}")
     if not archive.steps[0].step <= first <= last <= archive.steps[-1].step:
-        there = f"it has {archive.steps[0].step} to {archive.steps[-1].step}"
-        raise ArchiveError(f"the archive {folder} has no steps {first} to {last}: {there}")
+        raise ArchiveError(f"the archive {folder} has no steps {first} to {last}: it has {there}")
     number, attempt = attempt_of(archive, first) if given is None else (0, {"settings": given})
     kept = attempt["settings"]
-    begin, checkpoint = _beginning(checkpoints or checkpoints_of(kept), first)
+    checkpoints = checkpoints_of(kept) if checkpoints is None else checkpoints
+    begin, checkpoint = _beginning(checkpoints, first)
     check_range(archive, begin + 1, last)
     revision = next(step.revision for step in archive.steps if step.step == first)
     return Replay(
@@ -142,6 +147,7 @@ def planned(
         last=last,
         begin=begin,
         checkpoint=checkpoint,
+        checkpoints=checkpoints,
         world_size=int(attempt.get("world_size", kept["trainer"]["world_size"])),
         notes=tuple(_notes(archive, attempt, number, last)),
     )

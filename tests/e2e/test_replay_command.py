@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 from homes import Home
 from recorded_runs import STEPS, record
@@ -36,6 +37,8 @@ def test_recorded_steps_are_trained_again_and_under_several_losses(home: Home) -
     assert done.returncode == 0, done.stderr
     assert f"rollouts of step {STEPS} of run recorded, scored by 2 versions" in done.stdout
 
+    (home.path / "a-file").touch()
+    shutil.rmtree(home.path / "runs" / "recorded" / "weights")
     for arguments, why in (
         (("--set", "batcher.max_age=4"), "what a step is made of is recorded"),
         (("--set", "trainer.loss.name"), "write NAME=VALUE"),
@@ -43,6 +46,10 @@ def test_recorded_steps_are_trained_again_and_under_several_losses(home: Home) -
         (("--score", "jump"), "jumped at no recorded step"),
         (("--score", "2", "--versions", "95"), "version 95 is not kept"),
         (("-o", "kept"), "is not empty"),
+        (("-o", "a-file"), "--output a-file is a file: name a folder"),
+        (("--set", "seed=1", "--set", "seed=2"), "--set seed stands there twice"),
+        (("--score", str(STEPS), "--checkpoints", "kept"), ") none is kept in kept, nor published in "),
+        (("--score", "2", "--to", "2"), "--score goes with --versions and --checkpoints alone"),
     ):
         done = home.call("replay", "archive", *arguments)
         assert done.returncode != 0

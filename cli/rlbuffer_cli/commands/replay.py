@@ -30,7 +30,7 @@ SHOWN_ROLLOUTS = 8
 @click.argument("archive", metavar="ARCHIVE")
 @options.common
 @click.option("--from", "first", type=click.IntRange(1), metavar="N", help="First step. [default: the archive's first]")
-@click.option("--to", "last", type=click.IntRange(1), metavar="N", help="Last step. [default: the archive's newest]")
+@click.option("--to", "last", type=click.IntRange(1), metavar="N", help="Last step. [default: the last trained step]")
 @click.option("--world-size", type=click.IntRange(1), metavar="W", help="Ranks. [default: as many as the run had]")
 @click.option(
     "--set",
@@ -49,7 +49,9 @@ SHOWN_ROLLOUTS = 8
     "-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Keep metrics and the last checkpoint there."
 )
 @click.option("--score", metavar="STEP", help="Score the rollouts of a step instead; `jump`: where the gradient did.")
-@click.option("--versions", metavar="V,...", help="Versions that score them. [default: those that sampled them]")
+@click.option(
+    "--versions", metavar="V,...", help="Versions that score them. [default: those that sampled them, and are kept]"
+)
 @click.option("--display", type=click.Choice(["auto", "plain", "json", "none"]), default="auto", help="What it prints.")
 @options.json_lines("One object per replay, or per version that scores.")
 def command(
@@ -70,7 +72,8 @@ def command(
     Behind the same checkpoint, on the same machine, with the same releases and ranks, it makes the same bits; it says
     in how many steps it did. --set trains the same steps with other settings: for some steps that tells two losses
     apart, then the rollouts are not those of the policy that trains on them, and the table says where. --score asks
-    which version of the policy has sampled the rollouts of a step.
+    which version of the policy has sampled the rollouts of a step. The settings are the archive's; --config FILE takes
+    their place. --redis, --run and --home say nothing here.
 
     \b
     Examples:
@@ -79,6 +82,10 @@ def command(
       rlbuffer replay /data/math --to 20 --set trainer.loss.name=dapo,clip,cispo
       rlbuffer replay /data/math --score 42 --versions 30,40,50
     """
+    if score is not None and (changes or any(value is not None for value in (first, last, world_size, output))):
+        raise click.UsageError("--score goes with --versions and --checkpoints alone")
+    if output is not None and output.exists() and not output.is_dir():
+        raise click.UsageError(f"--output {output} is a file: name a folder")
     starting("replay: reading the archive")
     from rlbuffer.config.recorded import recorded
     from rlbuffer.replay.training import planned
@@ -129,6 +136,8 @@ def _variants(changes: Sequence[str]) -> list[dict[str, Any]]:
         name, sign, text = change.partition("=")
         if not sign or not text:
             raise click.UsageError(f"--set {change}: write NAME=VALUE, or NAME=VALUE,VALUE")
+        if name in names:
+            raise click.UsageError(f"--set {name} stands there twice: write its values with commas between them")
         names[name] = _values(text)
     return [dict(zip(names, values, strict=True)) for values in product(*names.values())]
 
@@ -293,21 +302,31 @@ def _score(
         _, attempt = training.attempt_of(archive, step)
         kept = attempt["settings"]
     revision = next((each.revision for each in archive.steps if each.step == step), 0)
-    output = training.checkpoints_of(kept).parent if checkpoints is None else checkpoints.absolute().parent
+    theirs = training.checkpoints_of(kept)
+    places = {"output": theirs.parent, "checkpoints": theirs if checkpoints is None else checkpoints}
     members = list(archive.rollouts(step))
-    asked = _numbers(versions) if versions else sorted({int(m.row["max_version"]) for m in members})
     starting("replay: loading torch and the model")
-    from rlbuffer.replay.scoring import travelled
+    from rlbuffer.replay import scoring
 
+    if versions is not None:
+        asked, gone = _numbers(versions), ""
+    else:
+        there = scoring.versions_in(**places)
+        asked, others = scoring.samplers(members, there)
+        gone = ", ".join(map(str, others))
+        if gone and not asked:
+            raise scoring.not_kept(f"of the versions that sampled step {step} ({gone}) none is", there, **places)
     batcher = json.loads(archive.settings(revision)["config"])
-    fits, scored = travelled(archive, kept, batcher, step=step, versions=asked, output=output)
+    fits, scored = scoring.travelled(archive, kept, batcher, step=step, versions=asked, **places)
+    if jump and not options.is_json():
+        say(jump)
+    if gone:
+        say(f"of the versions that sampled step {step} these are not kept: {gone}", err=options.is_json())
     if options.is_json():
         for fit in fits:
             names = ("version", "sampled_by", "tokens", "rms", "ratio", "p99")
             show_json({"schema": "rlbuffer.fit/1", "step": step, **{name: getattr(fit, name) for name in names}})
         return 0
-    if jump:
-        say(jump)
     nearest = {fit.sampled_by: fit for fit in sorted(fits, key=lambda fit: -fit.rms)}
     scorers = plural(len(asked), "version")
     say(f"{plural(len(scored), 'rollout')} of step {step} of run {archive.run}, scored by {scorers}")

@@ -23,7 +23,7 @@ from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.step_digest import digest_step
 from rlbuffer.replay import training
 from rlbuffer.replay.recorded_run import recorded_run
-from rlbuffer.replay.scoring import travelled
+from rlbuffer.replay.scoring import samplers, travelled, versions_in
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.loop import train
@@ -85,6 +85,8 @@ def test_another_setting_makes_other_parameters_and_what_cannot_change_is_named(
     }.items():
         with pytest.raises(ConfigError, match=why):
             replay.settings({name: 1}, output=tmp_path, world_size=1)
+    with pytest.raises(ConfigError, match=r"--set trainer\.steps = 1 ends before step 2"):
+        replay.settings({"trainer.steps": 1}, output=tmp_path, world_size=1)
 
 
 def test_a_hole_a_missing_checkpoint_and_steps_that_are_not_there_are_named(
@@ -92,6 +94,10 @@ def test_a_hole_a_missing_checkpoint_and_steps_that_are_not_there_are_named(
 ) -> None:
     with pytest.raises(ArchiveError, match="no steps 2 to 99: it has 1 to "):
         training.planned(folder, first=2, last=99)
+    for first, last, to in ((3, 2, 2), (STEPS + 1, None, STEPS)):
+        there = rf"no step lies from {first} to {to}: the archive has 1 to \d+, trained to {STEPS}"
+        with pytest.raises(ArchiveError, match=there):
+            training.planned(folder, first=first, last=last)
     with pytest.raises(CheckpointError, match=r"step 2 is trained behind the checkpoint of step 1, .* there is none"):
         training.planned(folder, first=2, checkpoints=tmp_path)
     holed = tmp_path / "holed"
@@ -147,14 +153,27 @@ def tokens_of(*steps: Step) -> list[int]:
 def test_versions_that_sampled_fit_what_they_sampled(run: RunSettings, folder: Path) -> None:
     """Made-up logprobs fit no version; those of a checkpoint's own policy fit that one alone."""
     replay = training.planned(folder)
-    fits, scored = travelled(
-        replay.archive, replay.kept, replay.batcher, step=STEPS, versions=[0, 2, STEPS], output=run.output_dir
-    )
+    places = {"output": run.output_dir, "checkpoints": replay.checkpoints}
+    fits, scored = travelled(replay.archive, replay.kept, replay.batcher, step=STEPS, versions=[0, 2, STEPS], **places)
     assert {fit.version for fit in fits} == {0, 2, STEPS}
     assert sum(fit.tokens for fit in fits if fit.version == 2) == sum(each.tokens for each in scored)
     assert all(fit.rms > 0.1 for fit in fits)
-    with pytest.raises(CheckpointError, match=r"version 93 is not kept under .*: there are 0, 1, 2"):
-        travelled(replay.archive, replay.kept, replay.batcher, step=1, versions=[93], output=run.output_dir)
+    with pytest.raises(CheckpointError, match=r"version 93 is not kept in .*checkpoints, .*: there are 0, 1, 2"):
+        travelled(replay.archive, replay.kept, replay.batcher, step=1, versions=[93], **places)
+
+
+def test_checkpoints_of_another_folder_count(run: RunSettings, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    theirs = checkpoint.path_of(training.planned(folder).checkpoints, 2)
+    shutil.copytree(theirs, tmp_path / "copy" / theirs.name)
+    assert training.planned(folder, first=3, checkpoints=tmp_path / "copy").checkpoints == tmp_path / "copy"
+    there = versions_in(tmp_path, tmp_path / "copy")
+    assert there == {2: tmp_path / "copy" / theirs.name}
+    members = list(Archive(folder).rollouts(STEPS))
+    kept, gone = samplers(members, there)
+    assert {*kept, *gone} == {int(m.row[name]) for m in members for name in ("min_version", "max_version")}
+    assert {*kept} <= {0, 2}
+    assert {0, 2}.isdisjoint(gone)
 
 
 def test_the_first_jump_of_the_gradient_is_found() -> None:
