@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -245,6 +246,22 @@ def _bounds(curves: Iterable[Curve]) -> tuple[int, int, float, float]:
     if low == high:
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
     return min(steps), max(steps), low, high
+
+
+def check_drawing(file: Path) -> None:
+    """Before much is computed for a picture: that it can be drawn, and that its folder is there.
+
+    Raises:
+        RlbufferError: matplotlib is not installed, or there is no such folder.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise RlbufferError(f"{file} needs the module matplotlib: {installed_by('plot')}") from None
+    if not file.parent.is_dir():
+        raise RlbufferError(f"cannot write {file}: there is no folder {file.parent}")
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise RlbufferError(f"cannot write {file}: the folder {file.parent} may not be written to")
 
 
 def bars(names: Sequence[str], panels: Mapping[str, Sequence[tuple[float, float, float]]], file: Path) -> None:

@@ -65,6 +65,7 @@ def estimate(
 
     Raises:
         ArchiveError: no group had a ticket, so nobody knows how long one takes.
+        ConfigError: a step is never made under `config`.
     """
     tasks, workers = tasks_of(recorded), recorded.workers
     if not workers:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlbuffer.archive import Archive, ArchivedStep
 from rlbuffer.archive.decisions import RecordedPush, commits_that_count, recorded_pushes
-from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.config.batcher import WAITING, BatcherConfig
 from rlbuffer.config.losses import needs_advantage
 from rlbuffer.config.recorded import settings_of
 from rlbuffer.errors import ArchiveError, ConfigError
@@ -90,10 +90,15 @@ class Recorded:
         return [*found.values()]
 
     @cached_property
+    def _times(self) -> list[Mapping[str, float]]:
+        """`seconds` of the trainer's records that have them."""
+        said = [record.get("seconds") for record in self.archive.trained]
+        return [times for times in said if isinstance(times, Mapping) and times.keys() & {"total", "train"}]
+
+    @cached_property
     def train_seconds(self) -> float:
         """Mean of a step, without what it waited for."""
-        times = [record.get("seconds", {}) for record in self.archive.trained]
-        spent = [t.get("total", t.get("train", 0.0)) - (t.get("wait", 0.0) if "total" in t else 0.0) for t in times]
+        spent = [t["total"] - t.get("wait", 0.0) if "total" in t else t["train"] for t in self._times]
         return fmean(spent) if spent else 0.0
 
     @cached_property
@@ -128,9 +133,9 @@ class Recorded:
             for group_id, (reason, _) in self.drops.items()
             if group_id in infos and group_id not in trained
         ]
-        waits = [record.get("seconds", {}).get("wait", 0.0) for record in self.archive.trained]
-        seconds = sum(waits) + self.train_seconds * len(waits)
-        return outcome_of(fates, steps=len(waits), seconds=seconds, waited=sum(waits))
+        steps = len(self.archive.trained)
+        waited = fmean(times.get("wait", 0.0) for times in self._times) * steps
+        return outcome_of(fates, steps=steps, seconds=waited + self.train_seconds * steps, waited=waited)
 
 
 def fate_of(infos: Sequence[GroupInfo], *, age: int | None = None, reason: str = "") -> Fate:
@@ -157,6 +162,10 @@ def read(archive: Archive) -> Recorded:
         raise ArchiveError(
             f"{archive.folder} begins with step {archive.steps[0].step}: what was decided before is not there"
         )
+    numbers = {step.step for step in archive.steps}
+    holes = [number for number in range(1, archive.steps[-1].step) if number not in numbers]
+    if holes:
+        raise ArchiveError(f"{archive.folder} has no step {holes[0]}: what was decided then is not there")
     config = config_of(archive, archive.steps[-1].revision)
     if config.is_stream:
         raise ArchiveError(f"{archive.folder} is of a stream, whose trainer asks for groups at times that nobody keeps")
@@ -179,12 +188,26 @@ def read(archive: Archive) -> Recorded:
                 published=record["published"],
             )
         )
-    return Recorded(archive, config, commits)
+    recorded = Recorded(archive, config, commits)
+    if recorded.train_seconds <= 0:
+        raise ArchiveError(
+            f"{archive.folder} does not say how long a step trains: `seconds` in the trainer's records "
+            "(reader.add_record)"
+        )
+    return recorded
 
 
 def config_of(archive: Archive, revision: int) -> BatcherConfig:
     """The batcher's settings of a revision."""
     return BatcherConfig(**json.loads(archive.settings(revision)["config"]))
+
+
+def completed(config: BatcherConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Changes, and what follows from them where they say nothing else: steps that wait take the oldest first."""
+    follows: dict[str, Any] = {}
+    if changes.get("batcher.slow") == "wait":
+        follows = {f"batcher.{name}": value for name, value in WAITING.items() if getattr(config, name) != value}
+    return {**changes, **{name: value for name, value in follows.items() if name not in changes}}
 
 
 def changed(config: BatcherConfig, changes: Mapping[str, Any]) -> BatcherConfig:
@@ -194,7 +217,7 @@ def changed(config: BatcherConfig, changes: Mapping[str, Any]) -> BatcherConfig:
         ConfigError: nothing is known of a run with them, and why; or they are no settings.
     """
     values = config.as_dict()
-    for setting, value in changes.items():
+    for setting, value in completed(config, changes).items():
         section, _, name = setting.partition(".")
         if section in UNKNOWN:
             raise ConfigError(f"{setting}: {UNKNOWN[section]}", setting=setting)
@@ -204,11 +227,11 @@ def changed(config: BatcherConfig, changes: Mapping[str, Any]) -> BatcherConfig:
         if name in DECIDED_BY_CONTENT:
             raise ConfigError(f"{setting}: {REWARDS}", setting=setting)
         if rest:
-            values[name] = {**(values[name] or {}), rest: value}
+            if not isinstance(values[name], Mapping):
+                raise ConfigError(f"batcher.{name} is no table", setting=setting)
+            values[name] = {**values[name], rest: value}
         else:
             values[name] = value
-    if changes.get("batcher.slow") == "wait" and "batcher.order" not in changes:
-        values["order"] = "oldest_first"
     if ":" in str(values["order"]):
         raise ConfigError("batcher.order: a selector of one's own may ask for anything", setting="batcher.order")
     return BatcherConfig(**values)

@@ -19,16 +19,21 @@ from rlbuffer.batcher.admission import ANY_ENV
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.batcher.turn import take_turn
 from rlbuffer.config.batcher import BatcherConfig
+from rlbuffer.errors import ConfigError
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.step_plan import Drop, StepPlan
+from rlbuffer.state.text import duration, plural
 from rlbuffer.what_if.outcome import Fate, Outcome, oldest_of, outcome_of
 
 Tasks = Callable[[str, int, int], tuple[float, GroupInfo]]
 """(env, number, version) -> seconds, and the group."""
 ASK_SECONDS = 0.06
 """Mean time from one ask for a ticket to the next."""
-LONGEST_SECONDS = 1e6
-"""A run that makes no step for so long makes none."""
+LEAST_PATIENCE = 3600.0
+"""Seconds. A run that gets no further for so long, or `PATIENCE` times a step and the longest task, makes no step."""
+PATIENCE = 100
+MOST_GROUPS = 10_000
+"""Or for so many groups: where tasks are short an hour has more of them than anybody waits for."""
 
 
 class World:
@@ -74,6 +79,10 @@ class World:
         self._queue: list[StepPlan] = []
         self._is_training = self._is_ticking = False
         self._idle_since = self._waited = 0.0
+        self._longest_task = self._moved = 0.0
+        """When it last got further: a step was finished, or more groups were pending than since that one."""
+        self._most_pending = self._groups_then = 0
+        self._waiting = ""
         self._infos: dict[str, GroupInfo] = {}
         self._fates: dict[str, Fate] = {}
         self._later(0.0, self._turn)
@@ -81,11 +90,42 @@ class World:
             self._later(0.001 * (index + 1), self._ask, env)
 
     def run(self) -> Outcome:
-        """Runs until the steps are trained, or nothing happens any more."""
-        while self._trained < self._steps and self._events and self._now < LONGEST_SECONDS:
+        """Runs until the steps are trained.
+
+        Raises:
+            ConfigError: with these settings one never is.
+        """
+        while self._trained < self._steps:
+            tries = len(self._infos) - self._groups_then
+            if not self._events or self._now - self._moved > self._patience or tries > MOST_GROUPS:
+                raise ConfigError(self._never())
             self._now, _, what, args = heapq.heappop(self._events)
             what(*args)
         return outcome_of([*self._fates.values()], steps=self._trained, seconds=self._now, waited=self._waited)
+
+    @property
+    def _pending(self) -> int:
+        return len(self._infos) - len(self._fates)
+
+    @property
+    def _patience(self) -> float:
+        by_clock = self._config.slow_wait_seconds + (self._config.fill_timeout_seconds or 0.0)
+        return max(LEAST_PATIENCE, PATIENCE * (self._train_seconds + self._longest_task), 2 * by_clock)
+
+    def _never(self) -> str:
+        """Which step is never made, and what is known of the reason."""
+        reasons = Counter(fate.reason for fate in self._fates.values() if fate.age is None)
+        dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()))
+        why = [
+            f"of {plural(len(self._infos), 'group')} it dropped {dropped}" if reasons else "",
+            f"in the end it waits: {self._waiting}" if self._waiting else "",
+        ]
+        after = duration(self._now - self._moved)
+        known = "; ".join(filter(None, why)) or "no group came"
+        return f"with these settings step {self._trained + 1} is never made, so it seems after {after}: {known}"
+
+    def _move(self) -> None:
+        self._moved, self._groups_then = self._now, len(self._infos)
 
     def _later(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
         heapq.heappush(self._events, (self._now + seconds, next(self._order), what, args))
@@ -100,6 +140,7 @@ class World:
         self._given[env] += 1
         out[number] = self._trained
         seconds, info = self._tasks(env, number, self._trained)
+        self._longest_task = max(self._longest_task, seconds)
         self._later(seconds, self._push, env, number, info)
 
     def _push(self, env: str, number: int, info: GroupInfo) -> None:
@@ -125,9 +166,13 @@ class World:
             now=self._now,
         )
         self._drop(turn.drops)
+        if self._pending > self._most_pending:  # a step of many groups takes its time
+            self._most_pending = self._pending
+            self._move()
         self._allowances = dict(turn.allowances)
         if turn.decision is None:
             return
+        self._waiting = turn.decision.waiting
         if turn.decision.plan is None:
             if not self._is_ticking:  # rules that go by the clock
                 self._is_ticking = True
@@ -168,5 +213,7 @@ class World:
 
     def _finish(self, step: int) -> None:
         self._trained, self._is_training, self._idle_since = step, False, self._now
+        self._most_pending = self._pending
+        self._move()
         self._begin()
         self._later(self._turn_seconds, self._turn)

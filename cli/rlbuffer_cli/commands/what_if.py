@@ -46,6 +46,7 @@ def command(archive: str, given: options.RunFlags, changes: tuple[str, ...], see
 
     First every recorded decision is made again, and compared by its digest; then workers, leader and trainer of the
     record run on a virtual clock with the real batcher. What it cannot know it refuses: rewards, samplers, other loads.
+    The archive has the settings: --config, --redis, --run and --home say nothing here.
 
     \b
     Examples:
@@ -56,13 +57,16 @@ def command(archive: str, given: options.RunFlags, changes: tuple[str, ...], see
     starting("what-if: reading the archive")
     from rlbuffer.archive import Archive
     from rlbuffer.what_if import estimate, read, repeat
-    from rlbuffer.what_if.recorded import changed
-    from rlbuffer_cli.plots import FILES
+    from rlbuffer.what_if.recorded import changed, completed
+    from rlbuffer_cli.plots import FILES, check_drawing
 
     if output is not None and output.suffix not in FILES:
         raise click.UsageError(f"-o {output}: write a name that ends in {' or '.join(FILES)}")
+    wanted = [*_variants(changes)]
+    if output is not None:
+        check_drawing(output)
     recorded = read(Archive(archive))
-    variants = [(variant, changed(recorded.config, variant)) for variant in _variants(changes)]
+    variants = [(completed(recorded.config, variant), changed(recorded.config, variant)) for variant in wanted]
     repeated, outcome = repeat(recorded), recorded.outcome
     estimates = [estimate(recorded, recorded.config, {}, seeds=seeds)]
     estimates += [estimate(recorded, config, variant, seeds=seeds) for variant, config in variants if variant]
@@ -95,6 +99,8 @@ def _variants(changes: Sequence[str]) -> Iterator[dict[str, Any]]:
         name, equals, listed = change.partition("=")
         if not equals or not listed:
             raise click.UsageError(f"--set {change}: write NAME=VALUE, as in the settings: batcher.max_age=4")
+        if name in names:
+            raise click.UsageError(f"--set {name} stands there twice: write its values with commas between them")
         names.append(name)
         values.append([_value(listed)] if listed[0] in "[{\"'" else [_value(value) for value in listed.split(",")])
     for chosen in product(*values):

@@ -20,7 +20,7 @@ from rlbuffer.errors import ArchiveError, ConfigError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 from rlbuffer.what_if import estimate, read, repeat
-from rlbuffer.what_if.recorded import changed
+from rlbuffer.what_if.recorded import changed, completed
 from rlbuffer_cli.main import main
 
 STEPS = 8
@@ -143,6 +143,52 @@ def test_an_archive_whose_decisions_are_not_whole_is_refused(tmp_path: Path) -> 
     archive.__dict__["steps"] = archive.steps[2:]
     with pytest.raises(ArchiveError, match="taken back or lost"):
         read(archive)
+
+
+def test_an_archive_without_a_step_or_the_trainers_seconds_is_refused(tmp_path: Path) -> None:
+    folder = record(tmp_path)
+    archive = Archive(folder)
+    archive.__dict__["steps"] = archive.__dict__["all_steps"] = archive.steps[:3] + archive.steps[4:]
+    with pytest.raises(ArchiveError, match="has no step 4"):
+        read(archive)
+    archive = Archive(folder)
+    archive.__dict__["trained"] = tuple({**record, "seconds": {}} for record in archive.trained)
+    with pytest.raises(ArchiveError, match=r"how long a step trains.*add_record"):
+        read(archive)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"batcher.min_group_size": 8}, r"step 1 is never made.* small"),
+        ({"batcher.budgets.nope": 0.5}, r"step \d is never made.*it waits: nope"),
+        ({"batcher.max_age_seconds": 0.001}, r"step 1 is never made.* stale"),
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_step_end_with_a_reason(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    recorded = read(Archive(record(tmp_path)))
+    with pytest.raises(ConfigError, match=why):
+        estimate(recorded, changed(recorded.config, changes), changes, seeds=1)
+
+
+def test_a_setting_inside_of_one_that_is_no_table_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_age is no table"):
+        changed(rlbuffer.BatcherConfig(64), {"batcher.max_age.foo": 1})
+
+
+def test_an_order_that_comes_with_waiting_is_named() -> None:
+    config, waits = rlbuffer.BatcherConfig(64), {"batcher.slow": "wait"}
+    assert completed(config, waits) == {**waits, "batcher.order": "oldest_first"}
+    assert completed(changed(config, waits), waits) == waits
+    assert completed(config, {"batcher.slow": "drop"}) == {"batcher.slow": "drop"}
+
+
+def test_a_name_twice_or_a_folder_that_is_not_there_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", "/nope", "--set", "batcher.max_age=1", "--set", "batcher.max_age=2"]) == 2
+    assert "--set batcher.max_age stands there twice" in capsys.readouterr().err
+    assert main(["what-if", "/nope", "-o", "/nope/x.png"]) == 1
+    assert "there is no folder /nope" in capsys.readouterr().err
 
 
 def test_the_command_sweeps_values_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
