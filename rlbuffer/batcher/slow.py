@@ -6,8 +6,9 @@ of what was asked for. With ``slow = "wait"`` the step waits for it.
 
 Waiting alone saves nothing: the group that comes last would stand last. So what cannot wait for another step goes
 before all others (:mod:`rlbuffer.batcher.selection`), that of the lowest ticket first; and a group is waited for only
-while the step has a place for it whatever else comes, so none that was waited for is dropped for its age. That is
-nearly always: no more tickets are out than the steps up to their deadline can train (:func:`places`).
+while the step has a place for it, so none that was waited for is dropped for its age: one that is left whatever else
+comes, or that a later group of its env would take. That is nearly always: no more tickets are out than the steps up to
+their deadline can train (:func:`places`).
 
 Source: tinker-cookbook #822, of rollouts that take longer than `max_age` steps and are sampled again for ever.
 """
@@ -55,6 +56,7 @@ def awaited(situation: Situation, step: int, groups: Sequence[Group]) -> dict[st
         in_order = sorted([*ready[env], *names], key=ticket_order)
         free = places - (total - len(in_order))
         """Places that are left to this env where all that cannot wait of the others comes, too."""
+        free = max(free, sum(group.env == env for group in groups))  # or those that its later groups would take
         if found := [name for name in in_order[: max(0, free)] if name in names]:
             out[env] = found
     return out

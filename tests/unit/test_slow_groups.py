@@ -104,12 +104,26 @@ def test_a_group_for_which_the_step_has_no_place_is_not_waited_for():
     assert trained(made, 1) == ("a.1", "a.2")
 
 
-def test_with_two_envs_a_place_counts_only_where_the_other_cannot_take_it():
+def test_a_later_group_of_the_same_env_takes_the_place_of_none_that_is_waited_for():
+    """Four groups for two places, each env's of the lowest ticket first."""
     made = batcher(**WAITS)
     put(made, "b.5", env="b")
     put(made, "a.5")
     made.set_under_way({"a": {1: 0}, "b": {1: 0}})
-    assert ask(made).plan is not None, "four groups for two places: nobody can be promised one"
+    assert ask(made).plan is None
+    assert made.waited_for == {"a": ["a.1"], "b": ["b.1"]}
+    put(made, "a.1")
+    put(made, "b.1", env="b")
+    made.set_under_way({})
+    assert trained(made, 1) == ("a.1", "b.1")
+
+
+def test_a_group_without_a_place_is_not_waited_for():
+    made = batcher(**WAITS)
+    put(made, "a.1")
+    put(made, "a.2")
+    made.set_under_way({"b": {1: 0}})
+    assert trained(made, 1) == ("a.1", "a.2"), "three groups for two places, and both of a come first"
 
 
 def test_what_cannot_wait_goes_before_a_share():
