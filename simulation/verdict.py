@@ -21,15 +21,16 @@ LAST_SECONDS = 30.0
 
 def goes_on(trainer: Trainer, world: World) -> None:
     """Two more steps, each within the time allowed; what stands still meanwhile wakes up in it."""
-    invariants, scheduler = world.invariants, world.scheduler
+    invariants, scheduler, config = world.invariants, world.scheduler, world.plan.config
+    longest = PROGRESS_SECONDS + (config.slow_wait_seconds if config.slow == "wait" else 0.0)
     for _ in range(2):
         target = trainer.trained + 1
         done = scheduler.run(
             lambda target=target: bool(invariants.violation) or trainer.trained >= target,
-            scheduler.now + PROGRESS_SECONDS,
+            scheduler.now + longest,
         )
         if not done:
-            invariants.fail("I12", f"step {target} is not trained after {PROGRESS_SECONDS:g} s: {world.sentence}")
+            invariants.fail("I12", f"step {target} is not trained after {longest:g} s: {world.sentence}")
 
 
 def ends(host: Host) -> None:
