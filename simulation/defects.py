@@ -117,16 +117,16 @@ class Defects:
     def _attempt(self, args: list[bytes]) -> Iterator[Wrong]:
         """A request of another process: the same uuid again is not refused."""
         meta = self._keys.meta
-        step, retired = self.number(meta, b"step"), self.number(meta, b"retired")
+        step, retired, rest = self.number(meta, b"step"), self.number(meta, b"retired"), args[6:]
         yield Wrong(b"GONE", [OTHER, *args[1:]], ("meta",))
         if meta.encode() not in self._server.data:
             return
-        yield Wrong(b"AHEAD", [OTHER, args[1], b"%d" % (step + 3), b"", OTHER, b""])
-        if step > 0:
-            yield Wrong(b"DIGEST", [OTHER, args[1], b"%d" % step, b"", OTHER, b""])
+        yield Wrong(b"AHEAD", [OTHER, args[1], b"%d" % (step + 3), b"", OTHER, b"", *rest])
+        if step > 0 and self._server.data[meta.encode()].get(b"digest"):  # a forced rewind may not know it
+            yield Wrong(b"DIGEST", [OTHER, args[1], b"%d" % step, b"", OTHER, b"", *rest])
         if retired > 0:
-            yield Wrong(b"RETIRED", [OTHER, args[1], b"%d" % (retired - 1), b"", b"", b""])
-        yield Wrong(b"AHEAD", [OTHER, args[1], b"%d" % (step + 3), b"1", OTHER, b"claim"])
+            yield Wrong(b"RETIRED", [OTHER, args[1], b"%d" % (retired - 1), b"", b"", b"", *rest])
+        yield Wrong(b"AHEAD", [OTHER, args[1], b"%d" % (step + 3), b"1", OTHER, b"claim", *rest])
 
     def _report(self, args: list[bytes]) -> Iterator[Wrong]:
         """Without a claim: what it hands back would be kept."""
