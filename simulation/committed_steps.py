@@ -177,6 +177,8 @@ class CommittedSteps:
             self.fail("I6", f"step {step} trains group {group}, which needs a scorer yet")
         waited = round(1000 * (self.network.scheduler.now - min(source.came for source in sources)))
         rollouts = Counter(m.info.rollout_id for m in members)
+        others = {rollout for source in sources for rollout in source.ids()} - rollouts.keys()
+        self._left_out |= dict.fromkeys(others, members[0].info.rollout_id)
         if any(rollouts[m.info.rollout_id] != m.sequences for m in members):
             self.fail("I6", f"step {step}: group {group} has a rollout twice, or not all of its sequences")
         if len(rollouts) > info.planned_size:

@@ -73,6 +73,8 @@ class Invariants(CommittedSteps, Fences, Rewinds, Opened):
         """rollout id -> step, when."""
         self._uses: dict[str, int] = {}
         """rollout id -> steps that trained it."""
+        self._left_out: dict[str, str] = {}
+        """Rollout that was dropped with the first use of its group -> one that was trained."""
         self.void: dict[str, int] = {}
         """Rollout -> the step of it that was made void: no step may train it again."""
         self._closed: dict[str, tuple[int, str]] = {}

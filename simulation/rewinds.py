@@ -19,6 +19,7 @@ _KNOWLEDGE = (
     "digests",
     "_used",
     "_uses",
+    "_left_out",
     "void",
     "_closed",
     "_amounts",
@@ -94,8 +95,10 @@ class Rewinds:
         for group in args[12:at:3]:
             self._close(group.decode(), "the recovery")
         count, at, counted = int(args[at]), at + 1, unused_ids(args[10])
-        # A push of a group that waits for another use has its rollouts counted with the step of the first one.
+        # A push of a group that waits for another use has its rollouts counted with the step of the first one, and so
+        # are those that it dropped, such as failed ones.
         counted |= {rollout for rollout, (used_in, _) in self._used.items() if used_in}
+        counted |= {rollout for rollout, beside in self._left_out.items() if beside in counted}
         for _ in range(count):
             milliseconds, _, place = args[at].partition(b"-")
             entry = self.pool.get((int(milliseconds), int(place)))
