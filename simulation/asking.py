@@ -6,7 +6,7 @@ from rlbuffer.client.operations import choose
 from rlbuffer.client.writer import Writer
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.config_changes import config_digest
-from rlbuffer.errors import ConfigChanged, EpochChanged, RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.errors import ConfigChanged, ConfigError, EpochChanged, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.store.operator import OperatorStore
 from rlbuffer.store.worker import WorkerStore
 from simulation.host import Host
@@ -41,6 +41,7 @@ def ask(host: Host, process: Process) -> None:
                 store.ask_drain()
             elif wish == "config" and meta.config:
                 # Settings that no leader can take: there is no such module. Some ask by what they saw a while ago.
+                # Beside slow = "wait" that is refused before anybody is asked.
                 change = {"close_fill": dice.choice(FILLS)} if dice.random() < 0.8 else {"order": "not.there:order"}
                 config = BatcherConfig(**{**meta.config, **change})
                 seen = before if before is not None and dice.random() < 0.3 else meta
@@ -49,7 +50,7 @@ def ask(host: Host, process: Process) -> None:
                 chosen = choose(store, "")
                 if chosen.drops:
                     store.drop_pending([dice.choice(chosen.drops)])
-        except (ConfigChanged, RunGone, ServerRefused, ServerUnreachable):
+        except (ConfigChanged, ConfigError, RunGone, ServerRefused, ServerUnreachable):
             continue
 
 
