@@ -47,6 +47,8 @@ class Reasons:
         self._position: object = None
         self._calm = self._still = 0.0
         """Since when the leader leads undisturbed; since when, besides, the run is where it is."""
+        self._word = 0
+        """When the trainer had spoken last by then, by the server's clock."""
         self._true: dict[Wait, float] = {}
         """Kind -> when it was last true."""
         self._leader: Process | None = None
@@ -82,6 +84,7 @@ class Reasons:
         surroundings = self._leads(lease, meta)
         if surroundings is None or surroundings != self._surroundings:
             self._surroundings, self._position, self._calm = surroundings, None, max(now, self._late_until)
+            self._word = number(trainer, b"seen")
             self._true.clear()
         position = [meta.get(name) for name in (b"step", b"retired")], trainer.get(b"trained"), trainer.get(b"number")
         if surroundings is None or position != self._position:
@@ -155,7 +158,7 @@ class Reasons:
         calm_ms = now_ms - 1000 * (world.scheduler.now - self._calm)
         took_over = calm_ms + 1000 * self._turns
         kinds = [Wait.STEP_IN_HAND] if trainer.get(b"hand") else []
-        is_before = seen < took_over or seen > now_ms  # the latter: since then the clock was set back
+        is_before = seen < took_over or seen == self._word or seen > now_ms  # the latter two: the clock was set back
         if is_before and now_ms < took_over + 1000 * ATTEMPT_SECONDS:
             kinds.append(Wait.TAKEOVER)
         if not seen or abs(now_ms - seen) > 1000 * SILENT_SECONDS:  # as above: its age is not known
