@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ import click
 
 from rlbuffer.state.text import plural
 from rlbuffer_cli import options
+from rlbuffer_cli.changes import combinations
 from rlbuffer_cli.options import echo, say, show_json
 from rlbuffer_cli.starting import starting
 
@@ -95,7 +94,7 @@ def command(
         return _score(archive, kept, checkpoints, score, versions)
     if versions is not None:
         raise click.UsageError("--versions goes with --score STEP")
-    variants = _variants(changes)
+    variants = combinations(changes)
     replay = planned(archive, first=first, last=last, checkpoints=checkpoints, given=kept)
     _head(replay)
     is_list = len(variants) > 1
@@ -127,29 +126,6 @@ def _head(replay: Replay) -> None:
         say(f"replays steps {replay.first}-{replay.last} of run {replay.archive.run} ({whose}, from {start})")
         for note in replay.notes:
             say(f"  {note}")
-
-
-def _variants(changes: Sequence[str]) -> list[dict[str, Any]]:
-    """Every combination of the values that were given."""
-    names: dict[str, list[Any]] = {}
-    for change in changes:
-        name, sign, text = change.partition("=")
-        if not sign or not text:
-            raise click.UsageError(f"--set {change}: write NAME=VALUE, or NAME=VALUE,VALUE")
-        if name in names:
-            raise click.UsageError(f"--set {name} stands there twice: write its values with commas between them")
-        names[name] = _values(text)
-    return [dict(zip(names, values, strict=True)) for values in product(*names.values())]
-
-
-def _values(text: str) -> list[Any]:
-    """One value of TOML, or several with commas between them; a word is text."""
-    try:
-        return [tomllib.loads(f"value = {text}")["value"]]
-    except tomllib.TOMLDecodeError:
-        pass
-    words = text.split(",")
-    return [text] if len(words) == 1 else [value for word in words for value in _values(word.strip())]
 
 
 @contextmanager

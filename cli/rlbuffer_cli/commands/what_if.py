@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from rlbuffer.state.text import amount
 from rlbuffer_cli import options
+from rlbuffer_cli.changes import combinations
 from rlbuffer_cli.options import echo, say, show_json
 from rlbuffer_cli.starting import starting
 
@@ -62,7 +61,7 @@ def command(archive: str, given: options.RunFlags, changes: tuple[str, ...], see
 
     if output is not None and output.suffix not in FILES:
         raise click.UsageError(f"-o {output}: write a name that ends in {' or '.join(FILES)}")
-    wanted = [*_variants(changes)]
+    wanted = combinations(changes)
     if output is not None:
         check_drawing(output)
     recorded = read(Archive(archive))
@@ -90,29 +89,6 @@ def command(archive: str, given: options.RunFlags, changes: tuple[str, ...], see
         write_estimates(outcome, estimates, output)
         say(f"wrote {output}", err=True)
     return 0
-
-
-def _variants(changes: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The settings of each estimate: one value of each ``--set``."""
-    names, values = [], []
-    for change in changes:
-        name, equals, listed = change.partition("=")
-        if not equals or not listed:
-            raise click.UsageError(f"--set {change}: write NAME=VALUE, as in the settings: batcher.max_age=4")
-        if name in names:
-            raise click.UsageError(f"--set {name} stands there twice: write its values with commas between them")
-        names.append(name)
-        values.append([_value(listed)] if listed[0] in "[{\"'" else [_value(value) for value in listed.split(",")])
-    for chosen in product(*values):
-        yield dict(zip(names, chosen, strict=True))
-
-
-def _value(text: str) -> Any:
-    """A value as TOML has it; a bare word is text."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _tell(outcome: Outcome, estimates: Sequence[Estimate], repeated: Repeated) -> None:

@@ -183,7 +183,12 @@ def test_a_step_whose_version_is_on_its_way_is_in_hand_when_the_server_loses_it_
     asked = reader.steps(2) if asks_again else steps
     waiting = threading.Thread(target=lambda: pulled.append(next(asked)))
     waiting.start()
-    time.sleep(2.5)  # two reports of the trainer, which the new leader hears
+    heard: set[int] = set()
+    deadline = time.monotonic() + 20
+    while len(heard) < 4:  # reports of the trainer, which the new leader hears
+        assert time.monotonic() < deadline
+        heard.add(run.store.trainer().seen_ms)
+        time.sleep(0.02)
     assert (run.store.meta().step, reader.step) == (0, 0)
     reader.trained(first)
     assert loop.wait_for("recovery").step == 1
