@@ -54,7 +54,8 @@ def recorded_pushes(archive: Archive) -> list[RecordedPush]:
             by_key.setdefault(member.row["payload_key"], []).append(member)
         for key, members in by_key.items():
             row = members[0].row
-            if row["entry_id"]:
+            # What was pending when a leader left may have been trained or dropped by the next one, and is known whole.
+            if row["entry_id"] and (key not in found or group.step is not None or group.dropped is not None):
                 found[key] = RecordedPush(
                     entry_id=row["entry_id"],
                     payload_key=key,

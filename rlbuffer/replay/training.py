@@ -166,8 +166,8 @@ def trained_ms(archive: Archive) -> dict[int, int]:
 
 def attempt_of(archive: Archive, step: int) -> tuple[int, Mapping[str, Any]]:
     """Number and record of the attempt that trained a step."""
-    attempts = [attempt for attempt in archive.attempts if isinstance(attempt.get("settings"), Mapping)]
-    attempts = [attempt for attempt in attempts if "trainer" in attempt["settings"] and "model" in attempt["settings"]]
+    numbered = [(n, each) for n, each in enumerate(archive.attempts, 1) if isinstance(each.get("settings"), Mapping)]
+    attempts = [(n, each) for n, each in numbered if "trainer" in each["settings"] and "model" in each["settings"]]
     if not attempts:
         why = " It is of an older format, which keeps no settings." if archive.lacks else ""
         raise ArchiveError(
@@ -175,9 +175,8 @@ def attempt_of(archive: Archive, step: int) -> tuple[int, Mapping[str, Any]]:
             "with --config; a loop of your own reads the steps with rlbuffer.replay.reader(folder)"
         )
     at = trained_ms(archive).get(step)
-    its = [n for n, a in enumerate(attempts, 1) if (a["at_ms"] <= at if at is not None else a["step"] < step)]
-    number = its[-1] if its else 1
-    return number, attempts[number - 1]
+    begun = [(n, each) for n, each in attempts if (each["at_ms"] <= at if at is not None else each["step"] < step)]
+    return begun[-1] if begun else attempts[0]
 
 
 def _beginning(checkpoints: Path, first: int) -> tuple[int, Path | None]:

@@ -111,7 +111,7 @@ class Recorded:
         """The trainer's loss learns nothing where the advantage is 0, as far as is known."""
         try:
             return needs_advantage(settings_of(self.archive.attempts[-1]["settings"]).trainer.loss)
-        except (IndexError, KeyError, TypeError, ValueError):  # it said none, or those of another program
+        except (ConfigError, IndexError, KeyError, TypeError, ValueError):  # it said none, or those of another program
             return True
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,8 +17,9 @@ from test_archive_files import archived, settled
 import rlbuffer
 from rlbuffer.archive.check import check_archive
 from rlbuffer.archive.copying import copy_pending
+from rlbuffer.archive.decisions import recorded_pushes
 from rlbuffer.archive.groups import pushes_of, read_group_file, write_groups
-from rlbuffer.archive.library import Archive
+from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
 from rlbuffer.archive.rows import PENDING
 from rlbuffer.archive.schema import ADDED_COLUMNS, FORMAT_KEY, LACKS_OF_FORMAT_4, PENDING_FILE
 from rlbuffer.archive.writer import ArchiveWriter
@@ -36,7 +38,15 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made.close()
 
 
-def test_an_archive_says_when_tickets_were_taken_and_what_its_leader_knew(run: Run, tmp_path: Path) -> None:
+def left(group: ArchivedGroup) -> ArchivedGroup:
+    """A group as a leader leaves it that has not trained it."""
+    members = tuple(ArchivedRollout(rows=tuple({**row, "seconds": 99.0} for row in m.rows)) for m in group.members)
+    return replace(group, step=None, dropped=None, members=members)
+
+
+def test_an_archive_says_when_tickets_were_taken_and_what_its_leader_knew(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "archive"
     settings = RunSettings(redis_url=run.url, archive={"dir": str(folder)})
     served = Served(run)
@@ -77,6 +87,12 @@ def test_an_archive_says_when_tickets_were_taken_and_what_its_leader_knew(run: R
     assert [rollout.row["reward"] for rollout in pending.members] == [0.0, 1.0, 0.0]
     assert archive.lacks == ()
     assert check_archive(archive).findings == ()
+
+    # A leader that took over trains what the one before has left: that is how the push is known.
+    known = recorded_pushes(archive)
+    with monkeypatch.context() as patched:
+        patched.setattr(Archive, "pending", lambda archive: [left(group) for group in archive.all_groups()])
+        assert recorded_pushes(archive) == [push for push in known if push.info.group_id != "b.hand"]
 
     run.lead()
     run.drop("stale", run.pool())
