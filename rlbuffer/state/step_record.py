@@ -132,6 +132,7 @@ class StepRecord:
     """Those that were trained."""
     damaged_tokens: int = metric("train_damaged_tokens", "gauge", "Missing or damaged, and trained as masked padding.")
     rollouts: int = 0
+    rollouts_by_env: Mapping[str, int] = field(default_factory=dict)
     groups: int = 0
     age: float | None = None
     """Mean over the rollouts."""

@@ -116,7 +116,7 @@ def readable(line: Mapping[str, Any]) -> StepRecord:
         for age, row in record.drift.items()
         if isinstance(row, Mapping) and all(is_number(row.get(name)) for name in DRIFT_NUMBERS)
     }
-    tables = ("support", "rewards", "reward_std", "truncated_by_env")
+    tables = ("support", "rewards", "reward_std", "truncated_by_env", "rollouts_by_env")
     numbers: dict[str, Any] = {
         name: {k: v for k, v in getattr(record, name).items() if is_number(v)} for name in tables
     }
@@ -272,13 +272,16 @@ def _of_rate(records: Sequence[StepRecord]) -> list[Problem]:
         text = f"one step moves logprobs by {row['rms']:.2f} nats (rms of the tokens of age 1){rate}"
     elif len(records) > 1 and newest.entropy is not None and records[-2].entropy is not None:
         before = records[-2].entropy
-        if abs(newest.entropy - before) > MOVED_ENTROPY:
+        # Steps of other envs have other entropies: then tokens of age 1, which saw the same update, are not far off.
+        has_moved = row is None or row["rms"] > MOVED_ENTROPY / 2
+        is_trained = newest.drift and records[-2].drift  # damaged steps train nothing, and have no entropy
+        if is_trained and has_moved and abs(newest.entropy - before) > MOVED_ENTROPY:
             text = f"one step moves the mean entropy from {before:.2f} to {newest.entropy:.2f} nats{rate}"
     return [Problem(kind=Trouble.RATE_TOO_HIGH, step=newest.step, detail=text)] if text else []
 
 
 def _of_entropy(record: StepRecord) -> list[Problem]:
-    if record.entropy is None or not record.loss_tokens or record.entropy > STILL_ENTROPY:
+    if record.entropy is None or not record.drift or record.entropy > STILL_ENTROPY:
         return []
     reward = "" if record.reward is None else f", the mean reward {record.reward:.3f}"
     text = f"the mean entropy is {record.entropy:.4f} nats{reward}"
@@ -297,7 +300,7 @@ def _of_rewards(record: StepRecord) -> list[Problem]:
         for env, spread in record.reward_std.items()
         if spread is not None
         and record.rewards.get(env) is not None
-        and record.rollouts >= LEAST_ROLLOUTS * max(1, len(record.reward_std))
+        and record.rollouts_by_env.get(env, 0) >= LEAST_ROLLOUTS
         and spread <= 1e-9 * max(1.0, abs(record.rewards[env] or 0.0))
     ]
 
@@ -305,7 +308,7 @@ def _of_rewards(record: StepRecord) -> list[Problem]:
 def _of_lengths(records: Sequence[StepRecord]) -> list[Problem]:
     newest, found = records[-1], []
     for env, share in newest.truncated_by_env.items():
-        if share is None or newest.rollouts < LEAST_ROLLOUTS:
+        if share is None or newest.rollouts_by_env.get(env, 0) < LEAST_ROLLOUTS:
             continue
         earlier = [record.truncated_by_env[env] or 0.0 for record in records[:-2] if env in record.truncated_by_env]
         if len(earlier) < EARLIER_STEPS:

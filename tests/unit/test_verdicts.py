@@ -39,6 +39,7 @@ CLEAN = StepRecord(
     reward_std={"a": 0.3},
     truncated_by_env={"a": 0.3},
     rollouts=64,
+    rollouts_by_env={"a": 64},
     loss_tokens=3000,
     learning_rate=1e-3,
     bfloat16_rms=REFERENCE,
@@ -181,6 +182,18 @@ def test_steps_that_were_taken_back_count_as_they_are_now() -> None:
 
 def test_an_env_whose_rollouts_all_end_at_the_limit_from_the_first_step_on_is_meant_so() -> None:
     assert not spells([record(n + 1, truncated_by_env={"a": 0.98}) for n in range(30)])
+
+
+def test_steps_of_other_envs_and_steps_that_trained_nothing_are_no_moves_of_the_policy() -> None:
+    mixed = [record(n + 1, entropy=0.3 if n % 2 else 1.2, ages={"1": {"rms": 0.05}}) for n in range(20)]
+    assert not spells(mixed)
+    damaged = [replace(record(n + 1), entropy=0.0, drift={}) if n in (8, 9) else record(n + 1) for n in range(20)]
+    assert not spells(damaged)
+
+
+def test_few_rollouts_of_an_env_show_nothing_of_its_rewards_and_lengths() -> None:
+    few = {"reward_std": {"a": 0.3, "b": 0.0}, "rewards": {"a": 0.4, "b": 0.0}, "rollouts_by_env": {"a": 60, "b": 4}}
+    assert not spells(run_of(*[few | {"truncated_by_env": {"a": 0.3, "b": 1.0}}] * 4))
 
 
 def test_doctor_calls_what_trains_wrongly_a_failure_and_what_may_be_meant_a_warning() -> None:

@@ -95,6 +95,7 @@ class Tally:
             loss_tokens=step.normalizers.loss_tokens,
             damaged_tokens=self.damaged_tokens,
             rollouts=step.rollouts,
+            rollouts_by_env={env: int(amounts["rollouts"]) for env, amounts in header.envs.items()},
             groups=step.groups,
             age=header.age,
             max_age=header.max_age,
