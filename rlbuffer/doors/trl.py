@@ -369,6 +369,8 @@ def _callback(
             saved = state.stateful_callbacks.get("RlbufferStream") if state.global_step else None
             self._places = dict(saved["places"]) if saved else {}
             stream.start(saved["stream"] if saved else Stream.BEGINNING)
+            if saved:  # its file was written before `on_save` heard of it
+                self._places[f"checkpoint-{state.global_step}"] = stream.stream.place
             stream.stream.version(trainer.model_version)
             # One judge: the run's max_age, when a group is committed. The ledger has counted it by then.
             trainer._rollout_dataset.max_staleness = NO_LIMIT
@@ -478,6 +480,7 @@ class TicketLoop:
         self._has_leave = bool(tickets)
         if tickets and version is not None:
             self._wants.clear()
+            self._out[tickets[0].number] = tickets[0]  # renewed from here on: the loop may stand still before it begins
             self._ready.put((tickets[0], version))
         self._answered.set()
         return bool(tickets)
@@ -529,7 +532,7 @@ class TicketLoop:
                 yield -1, self.dataset[0]
                 continue
             ticket, version = taken
-            self._out[ticket.number], self._versions[ticket.number] = ticket, version
+            self._versions[ticket.number] = version
             row = self.dataset[ticket.number % len(self.dataset)]
             for number in range(self.num_generations):
                 self._left = self.num_generations - number - 1
