@@ -245,7 +245,8 @@ class TokenSink:
             line=begun.line if begun is not None else found.line,
         )
         recorded = await self._run.told(record, until=until)
-        history.add(replace(call, number=recorded.number))
+        if recorded.number == len(history.ends) + 1:  # else another process recorded one: the next look reads both
+            history.add(replace(call, number=recorded.number))
         self._begun.pop((rollout_id, entry.model_call_id), None)
 
     async def _version_of(self, entry: Any, begun: _Begun | None) -> int:
