@@ -20,10 +20,11 @@ class Holds(Sound):
     """A regular expression that needs years, and holds the interpreter; of its first process only."""
 
     def score(self, prompt, tokens, *, finish_reason):
-        if not HELD.exists():
-            HELD.touch()
-            time.sleep(1.5)  # until the watchdog goes by the numbers above
-            re.fullmatch(r"(a+)+b", "a" * 64)
+        if HELD.exists():
+            return super().score(prompt, tokens, finish_reason=finish_reason)
+        time.sleep(1.5)  # until the watchdog goes by the numbers above
+        HELD.touch()  # behind it: a busy machine may have ended this process as one that holds its interpreter
+        re.fullmatch(r"(a+)+b", "a" * 64)
         return Score(reward=1.0)
 
 
