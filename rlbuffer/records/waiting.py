@@ -472,8 +472,8 @@ def _because(w: Waiting) -> str:
         case Cause.NO_WORKER:
             heard = f" ({w.detail})" if w.detail else ""
             return (
-                f"No worker of {env} is at work{heard}: start `rlbuffer worker`. A writer of your own sends no "
-                "heartbeat and is known by what it pushes."
+                f"No worker of {env} is at work{heard}: start `rlbuffer worker`, or the trainer whose workers push "
+                "into the run. A writer of your own sends no heartbeat and is known by what it pushes."
             )
     if w.kind is Wait.ENV_DEAD:
         return "Start a worker for it."
@@ -543,7 +543,8 @@ def _problem(p: Problem) -> str:
             heard = f" ({p.detail})" if p.detail else ""
             return (
                 f"No worker of {p.env or 'any env'} is at work{heard}. One that was started loads its model first; "
-                "else start `rlbuffer worker`" + (f", or pause it: `rlbuffer env pause {p.env}`." if p.env else ".")
+                "else start `rlbuffer worker`, or the trainer whose workers push into the run"
+                + (f"; or pause it: `rlbuffer env pause {p.env}`." if p.env else ".")
             )
         case Trouble.NO_SCORER:
             return f"{_groups(p.count)} of {p.env} need {p.detail}, and no scorer gives it. Start `rlbuffer score`."
