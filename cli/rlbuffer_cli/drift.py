@@ -15,7 +15,8 @@ from rlbuffer_cli.table import Column, Target, View, figure
 from rlbuffer_cli.text import WIDE, signs
 
 DRIFT_LEGEND = (
-    "ratio: trainer over sampler   >10%: tokens off by more   rms, KL, surprise: nats   clipped, corrected: no gradient"
+    "ratio: trainer over sampler   >10%: tokens off by more   rms, KL, surprise: nats   ESS: effective sample size   "
+    "clipped, corrected: no gradient"
 )
 
 
@@ -89,6 +90,7 @@ DRIFT = View(
         _of(">10%", "far", ".1%"),
         _of("rms", "rms", _small),
         _of("KL", "kl", ".1e", 1),
+        _of("ESS", "ess", ".1%", 1),
         _of("slope", "slope", "+.3f", 2),
         _of("surprise", "surprise", "+.3f", 2),
         _of("entropy", "entropy", ".3f", WIDE),

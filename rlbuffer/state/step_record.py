@@ -19,7 +19,7 @@ DRIFT_NUMBERS = (
     *("tokens", "ratio", "ratio_error", "far", "mean", "rms", "kl", "slope", "slope_error", "fit"),
     *("surprise", "surprise_error", "entropy", "clipped", "corrected"),
 )
-"""The numbers of a row."""
+"""The numbers of a row without which nothing is judged."""
 _KINDS: Mapping[type, Any] = {
     int: int,
     float: int | float,
@@ -67,6 +67,7 @@ class StepRecord:
                 ("tokens", "tokens", "trained tokens."),
                 ("probability_ratio_mean", "ratio", "policy over inference policy."),
                 ("far_ratio", "far", "share whose ratio is off by more than 10 %."),
+                ("ess_ratio", "ess", "effective sample size over tokens; 1: as good as the policy's own."),
                 ("rms_nats", "rms", "root mean square of the difference of logprobs."),
                 ("kl", "kl", "estimate (k3) of the distance to the inference policy."),
                 ("slope", "slope", "of the difference over the sampler's logprob: temperature - 1."),
@@ -77,10 +78,11 @@ class StepRecord:
         ),
     )
     """Age of the tokens (:data:`DRIFT_AGES`) -> how far the policy that the step began with is from the one that
-    sampled them. With d the difference of logprobs: `tokens`; `ratio`, mean of e^d; `far`, the share of those beyond a
-    factor of 1.1; `mean` and `rms` of d; `kl`; `slope` of d over the sampler's logprob, and `fit`, the share of d that
-    this explains; `surprise`, -logprob less the entropy; `entropy`; standard errors `NAME_error`; the shares `clipped`
-    and `corrected`, of all updates. The rest is of the first update."""
+    sampled them. With d the difference of logprobs: `tokens`; `ratio`, mean of e^d; `ess`, the effective sample size of
+    the weights e^d over the tokens; `far`, the share of those beyond a factor of 1.1; `mean` and `rms` of d; `kl`;
+    `slope` of d over the sampler's logprob, and `fit`, the share of d that this explains; `surprise`, -logprob less the
+    entropy; `entropy`; standard errors `NAME_error`; the shares `clipped` and `corrected`, of all updates. The rest is
+    of the first update."""
     bfloat16_rms: float | None = metric(
         "train_bfloat16_rms_nats",
         "gauge",
@@ -189,6 +191,18 @@ class StepRecord:
     parameters_sha256: Sequence[str] = ()
     """Of every rank, with `trainer.reports.check_ranks`; so is the next one, of the step's micro-batches."""
     batch_sha256: Sequence[str] = ()
+
+    @property
+    def ess(self) -> float | None:
+        """Effective sample size over the number of tokens, of all ages together: (sum w)^2 / (n sum w^2). The rows of
+        `drift` have the mean of w (`ratio`), and its square over that of w^2 (`ess`). None: not measured."""
+        rows = [(row.get("tokens", 0), row.get("ratio", 1.0), row.get("ess")) for row in self.drift.values()]
+        measured = [(count, ratio, ess) for count, ratio, ess in rows if count and ess]
+        if not measured:
+            return None
+        weights = sum(count * ratio for count, ratio, _ in measured)
+        squares = sum(count * ratio**2 / ess for count, ratio, ess in measured)
+        return weights**2 / (sum(count for count, _, _ in measured) * squares)
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> StepRecord:

@@ -61,6 +61,7 @@ def measured(values: Floats) -> dict[str, float]:
         "tokens": count,
         "ratio": ratio.mean(),
         "ratio_error": ratio.std() / math.sqrt(count),
+        "ess": ratio.sum() ** 2 / (ratio**2).sum() / count,
         "far": float(((ratio > 1.1) | (ratio < 1 / 1.1)).mean()),
         "mean": difference.mean(),
         "rms": math.sqrt((difference**2).mean()),

@@ -80,17 +80,23 @@ def drift_of(sums: Tensor) -> dict[str, dict[str, float]]:
 
 
 def _row(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means of the tokens of one age, and the standard errors of those that a verdict rests on."""
+    """Means of the tokens of one age, and the standard errors of those that a verdict rests on.
+
+    `ess` is the effective sample size over the number of tokens, 0 to 1: with w = e^d it is (sum w)^2 / (n sum w^2), in
+    means mean(w)^2 / (mean(w)^2 + var(w)). So many tokens of the policy's own would say as much as these, reweighted.
+    Source: Kong, "A note on importance sampling using standardized weights", University of Chicago, 1992.
+    """
     count = sums["n"]
     mean = {name: sums[name] / count for name in SUMS}
     spread_q = _variance(mean["q2"], mean["q"])
-    spread_d = _variance(mean["d2"], mean["d"])
+    spread_d, spread_r = _variance(mean["d2"], mean["d"]), _variance(mean["r2"], mean["r"])
     slope = (mean["dq"] - mean["d"] * mean["q"]) / spread_q if spread_q else 0.0
     explained = min(slope * slope * spread_q, spread_d)
     return {
         "tokens": count,
         "ratio": 1.0 + mean["r"],
-        "ratio_error": math.sqrt(_variance(mean["r2"], mean["r"]) / count),
+        "ratio_error": math.sqrt(spread_r / count),
+        "ess": (1.0 + mean["r"]) ** 2 / ((1.0 + mean["r"]) ** 2 + spread_r),
         "far": mean["far"],
         "mean": mean["d"],
         "rms": math.sqrt(mean["d2"]),
