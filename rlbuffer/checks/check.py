@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rlbuffer.config.loading import Loaded
 from rlbuffer.config.settings import RunSettings, ScoreSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
+from rlbuffer.records.waiting import Problem
 
 if TYPE_CHECKING:  # settings are shown without a server
     from rlbuffer.store.server.connection import Connection
@@ -43,6 +44,8 @@ class Finding:
     """What to do, a sentence; "" where the text says it, or all is well."""
     check: str = ""
     """Name of the check."""
+    problem: Problem | None = None
+    """What it was seen by, where that is a problem of the run."""
 
 
 def ok(text: str) -> Finding:

@@ -361,7 +361,8 @@ def judged(trained: Sequence[StepRecord]) -> Iterator[Finding]:
     """The causes that these steps name, in their order; else how far off the sampler is, where they know."""
     named = verdicts(trained)
     for problem in named:
-        yield (failure if problem.kind in WRONG else warning)(printable(str(problem)))
+        finding = (failure if problem.kind in WRONG else warning)(printable(str(problem)))
+        yield replace(finding, problem=problem)
     if not named and trained and (fact := sampler_fact(trained[-1])):
         yield ok(fact)
 

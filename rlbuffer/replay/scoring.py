@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlbuffer.archive.library import Archive, ArchivedRollout
+from rlbuffer.archive.library import ArchivedRollout
 from rlbuffer.config.recorded import settings_of
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import CheckpointError, PayloadError
 from rlbuffer.records.rollout import TokenSequence
 from rlbuffer.scorer.reference import Reference
+from rlbuffer.state.verdicts import LEAST_RMS, LEAST_TOKENS
 from rlbuffer.trainer.checkpoints import checkpoint
 from rlbuffer.trainer.model.lora import add_adapter
 from rlbuffer.trainer.model.packed_policy import prepare
@@ -83,27 +84,42 @@ def not_kept(what: str, there: Mapping[int, Path], *, output: Path, checkpoints:
     )
 
 
+def other_samplers(fits: Sequence[Fit]) -> dict[int, Fit]:
+    """Version that is said to have sampled -> the fit of another one, which is nearer to the tokens, beyond doubt.
+
+    Beyond doubt is half as far off, or less: what a sampler's numbers add is the same for all versions, and makes none
+    of them so much better than the right one.
+    """
+    found: dict[int, Fit] = {}
+    for said in [fit for fit in fits if fit.version == fit.sampled_by]:
+        nearest = min((fit for fit in fits if fit.sampled_by == said.version), key=lambda fit: fit.rms)
+        if said.tokens >= LEAST_TOKENS and said.rms > LEAST_RMS and nearest.rms < said.rms / 2:
+            found[said.version] = nearest
+    return found
+
+
 def travelled(
-    archive: Archive,
     kept: Mapping[str, Any],
     batcher: Mapping[str, Any],
     *,
-    step: int,
+    members: Sequence[ArchivedRollout],
     versions: Sequence[int],
     output: Path,
     checkpoints: Path,
 ) -> tuple[list[Fit], list[Scored]]:
-    """Scores the rollouts of a step by versions that :func:`versions_in` finds; version 0 can be made again.
+    """Scores rollouts of a step by versions that :func:`versions_in` finds; version 0 can be made again.
+
+    Args:
+        kept: the settings of the attempt that trained the step; `batcher`: those of its revision.
 
     Raises:
-        CheckpointError: one is not kept. NotFound: the archive has no such step.
+        CheckpointError: one is not kept.
     """
     there = versions_in(output, checkpoints)
     for version in versions:
         if version not in there and version != 0:
             raise not_kept(f"version {version} is not", there, output=output, checkpoints=checkpoints)
     settings = settings_of(kept, batcher=batcher)
-    members = list(archive.rollouts(step))
     its: list[tuple[ArchivedRollout, TokenSequence]] = []
     for member in members:
         try:

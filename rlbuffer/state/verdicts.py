@@ -64,6 +64,8 @@ WRONG = frozenset(
 )
 """Verdicts of a run that trains wrongly; the other ones may be meant, as a nucleus whose logprobs are those of all
 tokens."""
+OF_WEIGHTS = frozenset({Trouble.STUCK_WEIGHTS, Trouble.SAMPLER_NUMERICS})
+"""Verdicts that old weights may bring about: scoring by the kept versions tells (:mod:`rlbuffer.replay.proof`)."""
 VERDICTS = WRONG | OF_LEARNING | {Trouble.OTHER_SAMPLING, Trouble.TRUNCATION}
 Signs = Mapping[tuple[str, str], Problem]
 """By :attr:`~rlbuffer.records.waiting.Problem.key`."""
@@ -185,7 +187,12 @@ def _of_sampler(records: Sequence[StepRecord]) -> list[Problem]:
 def _is_off(record: StepRecord) -> bool:
     """Tokens of age 0 are further off than rounding explains."""
     row = record.drift.get("0")
-    return row is not None and row["rms"] > max(LEAST_RMS, ROUNDED * (record.bfloat16_rms or 0.0))
+    return row is not None and row["rms"] > rounding(record.bfloat16_rms)
+
+
+def rounding(bfloat16_rms: float | None) -> float:
+    """Nats (rms) up to which a sampler rounds and no more, by what bfloat16 changes in the model (None: not known)."""
+    return max(LEAST_RMS, ROUNDED * (bfloat16_rms or 0.0))
 
 
 def _support(records: Sequence[StepRecord]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,9 @@ from rlbuffer_cli.options import answer, say
 from rlbuffer_cli.starting import starting
 
 if TYPE_CHECKING:
+    from rlbuffer.archive import Archive
     from rlbuffer.checks.check import Finding
+    from rlbuffer.state.verdicts import Spell
 
 LEVEL_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
@@ -33,7 +35,8 @@ def command(given: options.RunFlags, purpose: str | None, archive: Path | None) 
 
     One line each: ok, warning, or failure with its fix. Exit code 1 when there is a failure. Starts no server; modules
     that the settings name are imported in a process of its own. Of a run it says what its last steps name as a cause
-    for which it learns wrongly; of an archive all causes, and from which step to which.
+    for which it learns wrongly; of an archive all causes, and from which step to which. Where weights may not arrive,
+    it scores some of what was sampled by the versions that are kept, on the CPU: that proves it, or the contrary.
 
     \b
     Examples:
@@ -49,7 +52,10 @@ def command(given: options.RunFlags, purpose: str | None, archive: Path | None) 
     given.check()
     has_file = bool(given.config or os.environ.get("RLBUFFER_CONFIG") or Path(DEFAULT_FILE).is_file())
     parts = options.parts_of(purpose or ("run" if has_file else ""))
-    found = diagnose(given.config, given.flags(), parts) if archive is None else _of_archive(archive)
+    if archive is None:
+        found = of_run(diagnose(given.config, given.flags(), parts), lambda: given.load().settings.archive.dir)
+    else:
+        found = _of_archive(archive)
     counts = dict.fromkeys(Level, 0)
     for finding in found:
         counts[finding.level] += 1
@@ -67,21 +73,90 @@ def command(given: options.RunFlags, purpose: str | None, archive: Path | None) 
     return 1 if counts[Level.FAILURE] else 0
 
 
+def of_run(findings: Iterable[Finding], archive_of: Callable[[], Path | None]) -> Iterator[Finding]:
+    """What was found of a run at work, with what its archive proves. `archive_of` gives its folder."""
+    from rlbuffer.archive import Archive
+    from rlbuffer.errors import ArchiveError
+    from rlbuffer.state.verdicts import OF_WEIGHTS
+
+    for finding in findings:
+        yield finding
+        if finding.problem is None or finding.problem.kind not in OF_WEIGHTS:
+            continue
+        folder = archive_of()
+        if folder is None:
+            fix = "Keep one (archive.dir) from the next start of rlbuffer serve on"
+            yield _not_proved("the run has no archive, so what was sampled cannot be scored", fix)
+            continue
+        try:
+            archive = Archive(folder)
+        except ArchiveError as error:
+            yield _not_proved(str(error), f"Look again later, or where it is: rlbuffer doctor --archive {folder}")
+            continue
+        shown = [spell for spell in _spells(archive) if spell.problem.kind in OF_WEIGHTS]
+        if shown:
+            yield _proof(archive, shown[-1])
+        else:
+            yield _not_proved(f"the archive {folder} has no step yet that shows it", "Look again later")
+
+
+def _spells(archive: Archive) -> list[Spell]:
+    """What the steps of an archive that count name."""
+    from rlbuffer.state.verdicts import readable, spells
+
+    trained = {record["step"]: readable(record) for record in archive.trained}
+    return spells([trained[step] for step in sorted(trained)])
+
+
 def _of_archive(folder: Path) -> Iterator[Finding]:
     """What the steps that the archive knows of name."""
     from rlbuffer.archive import Archive
     from rlbuffer.checks.check import failure, ok, warning
     from rlbuffer.state.text import printable
-    from rlbuffer.state.verdicts import WRONG, readable, spells
+    from rlbuffer.state.verdicts import OF_WEIGHTS, WRONG
 
-    trained = {record["step"]: readable(record) for record in Archive(folder).trained}
-    records = [trained[step] for step in sorted(trained)]
-    found = spells(records)
-    for problem, first, last in found:
-        text = f"named in steps {first} to {last}. {printable(str(problem))}"
+    archive = Archive(folder)
+    found = _spells(archive)
+    for spell in found:
+        problem = spell.problem
+        text = f"named in steps {spell.first} to {spell.last}. {printable(str(problem))}"
         yield replace((failure if problem.kind in WRONG else warning)(text), check="learning")
+        if problem.kind in OF_WEIGHTS:
+            yield _proof(archive, spell)
     if not found:
-        measured = sum(bool(record.drift) for record in records)
+        records = archive.trained
+        measured = sum(bool(record.get("drift")) for record in records)
         says = ok if measured else warning
         text = f"{plural(len(records), 'trained step')}, {measured} measured by the age of tokens; no cause is named"
         yield replace(says(text), check="learning")
+
+
+def _proof(archive: Archive, spell: Spell) -> Finding:
+    """Whether the weights that a sampler named were those that it had, as far as a kept version can tell."""
+    from rlbuffer.checks.check import failure, ok
+    from rlbuffer.errors import RlbufferError
+
+    starting("scoring what was sampled: loading torch and the model")
+    command = f"rlbuffer replay {archive.folder} --score {spell.last}"
+    try:
+        from rlbuffer.replay.proof import weights_proof
+
+        proof = weights_proof(archive, spell.first, spell.last)
+    except ModuleNotFoundError as error:
+        return _not_proved(
+            f"scoring needs {error.name}, which is not installed here", f"Where the trainer is: {command}"
+        )
+    except RlbufferError as error:
+        return _not_proved(str(error), f"With what is missing: {command} --versions V,... --checkpoints DIR")
+    if proof.has_arrived:
+        return replace(ok(str(proof)), check="weights")
+    fix = f"Look closer: {command} --versions {','.join(str(fit.version) for fit in proof.fits)}"
+    if proof.other is None:
+        return _not_proved(str(proof), fix)
+    return replace(failure(str(proof), fix=fix), check="weights")
+
+
+def _not_proved(why: str, fix: str) -> Finding:
+    from rlbuffer.checks.check import warning
+
+    return replace(warning(f"not proved: {why}", fix=fix), check="weights")

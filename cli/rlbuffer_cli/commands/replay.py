@@ -174,6 +174,7 @@ def _trained(
         "grad_norm": newest.grad_norm,
         "kl": newest.kl,
         "ratio": dict(newest.ratio),
+        "ess": newest.ess,
         "masked_fraction": newest.masked_fraction,
         "left_at": left,
         "jump": jump and {"step": jump[0], "grad_norm": jump[1], "usual": jump[2]},
@@ -195,7 +196,8 @@ def _sentence(replay: Replay, row: Mapping[str, Any]) -> str:
     text = f"step {row['to']}  loss {row['loss']:.4f}  grad {row['grad_norm']:.3g}"
     if not row["is_as_recorded"]:
         left = f"; the rollouts are not this policy's from step {row['left_at']} on" if row["left_at"] else ""
-        return f"{text}  k3 {row['kl']:.3g}  ratio p99 {row['ratio'].get('p99', 1.0):.3g}{left}"
+        ess = "" if row["ess"] is None else f"  ESS {row['ess']:.1%}"
+        return f"{text}  k3 {row['kl']:.3g}  ratio p99 {row['ratio'].get('p99', 1.0):.3g}{ess}{left}"
     if not done["steps"]:
         return f"{text}  the archive has no records of the trainer to compare with"
     parts = []
@@ -216,7 +218,7 @@ def _sentence(replay: Replay, row: Mapping[str, Any]) -> str:
 
 def _titles(replay: Replay, variants: Sequence[Mapping[str, Any]]) -> list[str]:
     names = " ".join(name.rpartition(".")[2] if name != "trainer.loss.name" else "loss" for name in variants[0])
-    return [names, f"k3 at {replay.last}", "ratio p99", "leaves the data at", "masked", "grad", ""]
+    return [names, f"k3 at {replay.last}", "ratio p99", "ESS", "leaves the data at", "masked", "grad", ""]
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -225,6 +227,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         " ".join(map(str, row["settings"].values())),
         f"{row['kl']:.3g}",
         f"{row['ratio'].get('p99', 1.0):.3g}",
+        "-" if row["ess"] is None else f"{row['ess']:.1%}",
         left,
         f"{row['masked_fraction'] or 0:.0%}",
         f"{row['grad_norm']:.3g}",
@@ -233,7 +236,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _line(cells: Sequence[str]) -> str:
-    widths = (14, 10, 11, 20, 8, 8, 0)
+    widths = (14, 10, 11, 8, 20, 8, 8, 0)
     return "".join(f"{cell:<{width}}" if width else cell for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
@@ -293,7 +296,7 @@ def _score(
         if gone and not asked:
             raise scoring.not_kept(f"of the versions that sampled step {step} ({gone}) none is", there, **places)
     batcher = json.loads(archive.settings(revision)["config"])
-    fits, scored = scoring.travelled(archive, kept, batcher, step=step, versions=asked, **places)
+    fits, scored = scoring.travelled(kept, batcher, members=members, versions=asked, **places)
     if jump and not options.is_json():
         say(jump)
     if gone:
@@ -313,12 +316,11 @@ def _score(
             f"{fit.version:<11}{fit.sampled_by:<12}{fit.tokens:>8,}  {fit.rms:<10.3g}{fit.ratio:<8.4g}"
             f"{fit.p99:.4g}{mark}"
         )
-    for by, fit in nearest.items():
-        if fit.version != by and by in asked:
-            say(
-                f"Version {by} is said to have sampled tokens that version {fit.version} fits better: the sampler had "
-                f"not loaded version {by}, or another one under its number."
-            )
+    for by, fit in scoring.other_samplers(fits).items():
+        say(
+            f"Version {by} is said to have sampled tokens that version {fit.version} fits better: the sampler had "
+            f"not loaded version {by}, or another one under its number."
+        )
     _list(scored, asked)
     return 0
 

@@ -154,12 +154,13 @@ def test_versions_that_sampled_fit_what_they_sampled(run: RunSettings, folder: P
     """Made-up logprobs fit no version; those of a checkpoint's own policy fit that one alone."""
     replay = training.planned(folder)
     places = {"output": run.output_dir, "checkpoints": replay.checkpoints}
-    fits, scored = travelled(replay.archive, replay.kept, replay.batcher, step=STEPS, versions=[0, 2, STEPS], **places)
+    members = list(replay.archive.rollouts(STEPS))
+    fits, scored = travelled(replay.kept, replay.batcher, members=members, versions=[0, 2, STEPS], **places)
     assert {fit.version for fit in fits} == {0, 2, STEPS}
     assert sum(fit.tokens for fit in fits if fit.version == 2) == sum(each.tokens for each in scored)
     assert all(fit.rms > 0.1 for fit in fits)
     with pytest.raises(CheckpointError, match=r"version 93 is not kept in .*checkpoints, .*: there are 0, 1, 2"):
-        travelled(replay.archive, replay.kept, replay.batcher, step=1, versions=[93], **places)
+        travelled(replay.kept, replay.batcher, members=members, versions=[93], **places)
 
 
 def test_checkpoints_of_another_folder_count(run: RunSettings, folder: Path, tmp_path: Path) -> None:

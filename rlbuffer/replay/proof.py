@@ -1,0 +1,129 @@
+"""Weights that do not arrive, proved: what one version is said to have sampled, scored by the versions that are kept.
+
+The table by age shows that a sampler is off, and why it seems so. Which weights it had is known only from their own
+logprobs (:mod:`rlbuffer.replay.scoring`). The proof takes a few thousand tokens of one step, on the CPU: the trainer's
+GPUs are in use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlbuffer.archive.library import Archive, ArchivedRollout
+from rlbuffer.errors import ArchiveError, CheckpointError
+from rlbuffer.replay.scoring import Fit, not_kept, other_samplers, travelled, versions_in
+from rlbuffer.replay.training import attempt_of, checkpoints_of, trained_records
+from rlbuffer.state.verdicts import rounding
+
+MOST_TOKENS = 4096
+"""Trained tokens that are scored: the rms of so many is certain within some percent."""
+MOST_VERSIONS = 8
+"""Versions that score them."""
+MOST_BYTES = 8 * 2**30
+"""Size of a kept version above which it is not loaded beside a run at work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The tokens of a step that version `said` is said to have sampled, scored."""
+
+    step: int
+    said: int
+    fits: tuple[Fit, ...]
+    """One per version, ascending; that of `said` is the last."""
+    rounded: float
+    """Nats up to which a sampler rounds, and no more."""
+
+    @property
+    def other(self) -> Fit | None:
+        """The version that fits them, where that is another one than is said, and certain."""
+        return other_samplers(self.fits).get(self.said)
+
+    @property
+    def has_arrived(self) -> bool:
+        """The version that is said to have sampled them has."""
+        return self.fits[-1].rms <= self.rounded
+
+    def __str__(self) -> str:
+        fit, other = self.fits[-1], self.other
+        tokens = f"{fit.tokens:,} tokens of step {self.step} that version {self.said} is said to have sampled"
+        if self.has_arrived:
+            return f"{tokens} are its own: scored by it they are off by {fit.rms:.2g} nats (rms)"
+        off = f"scored by it they are off by {fit.rms:.2g} nats (rms)"
+        if other is None:
+            others = ", ".join(f"by {each.rms:.2g} from version {each.version}" for each in self.fits[:-1])
+            return f"{tokens}: {off}, {others or 'and no older version is kept'}. None that is kept has sampled them"
+        if other.rms <= self.rounded:
+            return (
+                f"{tokens} are those of version {other.version}: {off}, by {other.rms:.2g} from version {other.version}"
+            )
+        return (
+            f"{tokens} are older: {off}, by {other.rms:.2g} from version {other.version}, which is nearest. The one "
+            "that has sampled them is not kept"
+        )
+
+
+def weights_proof(archive: Archive, first: int, last: int) -> Proof:
+    """Scores the newest archived step from `first` to `last`.
+
+    Raises:
+        ArchiveError: the archive lacks it, or does not say what its trainer trained with.
+        CheckpointError: no version that is said to have sampled it is kept, or it is too large.
+    """
+    steps = [step for step in archive.steps if first <= step.step <= last]
+    if not steps:
+        raise ArchiveError(f"the archive {archive.folder} has no step from {first} to {last} yet")
+    step = steps[-1]
+    _, attempt = attempt_of(archive, step.step)
+    kept: Mapping[str, Any] = attempt["settings"]
+    checkpoints = checkpoints_of(kept)
+    places = {"output": checkpoints.parent, "checkpoints": checkpoints}
+    there = versions_in(**places)
+    members = [
+        member for member in archive.rollouts(step.step) if member.row["min_version"] == member.row["max_version"]
+    ]
+    sampled = sorted({int(member.row["min_version"]) for member in members})
+    said = max((version for version in sampled if version in there or version == 0), default=None)
+    if said is None:
+        names = ", ".join(map(str, sampled))
+        raise not_kept(f"of the versions that sampled step {step.step} ({names}) none is", there, **places)
+    versions = _spread([version for version in sorted({0, *there}) if version <= said])
+    for version in versions:
+        if (size := _size(there.get(version))) > MOST_BYTES:
+            raise CheckpointError(
+                f"version {version} takes {size / 2**30:.0f} GiB in {there[version]}: score it elsewhere"
+            )
+    on_cpu = {**kept, "trainer": {**kept["trainer"], "device": "cpu"}}
+    batcher = json.loads(archive.settings(step.revision)["config"])
+    fits, _ = travelled(on_cpu, batcher, members=_some(members, said), versions=versions, **places)
+    if not fits:
+        raise ArchiveError(
+            f"the archive {archive.folder} has no tokens of step {step.step} that version {said} sampled"
+        )
+    record = trained_records(archive).get(step.step)
+    rounded = rounding(record.bfloat16_rms if record is not None else None)
+    return Proof(step=step.step, said=said, fits=tuple(fits), rounded=rounded)
+
+
+def _spread(versions: Sequence[int]) -> list[int]:
+    """At most so many of them, the last among them: a sampler may have stood still for long."""
+    count = min(len(versions), MOST_VERSIONS)
+    return [versions[-1 - round(i * (len(versions) - 1) / max(1, count - 1))] for i in reversed(range(count))]
+
+
+def _some(members: Sequence[ArchivedRollout], version: int) -> list[ArchivedRollout]:
+    """Rollouts of a version, as many as have so many tokens."""
+    found, tokens = list[ArchivedRollout](), 0
+    for member in members:
+        if tokens < MOST_TOKENS and int(member.row["min_version"]) == version:
+            found.append(member)
+            tokens += int(member.row["loss_tokens"])
+    return found
+
+
+def _size(place: Path | None) -> int:
+    return 0 if place is None else sum(path.stat().st_size for path in place.rglob("*.safetensors"))

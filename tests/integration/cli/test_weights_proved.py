@@ -1,0 +1,157 @@
+"""`rlbuffer doctor` scores what was sampled: old weights under a new number are proved, sound ones are not accused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recorded_runs import STEPS, record
+
+import rlbuffer
+from rlbuffer.archive import Archive
+from rlbuffer.checks.check import failure
+from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.waiting import Problem, Trouble
+from rlbuffer.replay.proof import weights_proof
+from rlbuffer.worker.samplers.base import Sampling
+from rlbuffer.worker.samplers.decoding import Decoder
+from rlbuffer_cli.commands.doctor import of_run
+from rlbuffer_cli.main import main
+
+LAST_LOADED = 1
+"""The version behind which the faulty sampler loads nothing."""
+
+
+class Sampled:
+    """Pushes for each version two thirds of a step of that version, and a third of the one before, sampled by a real
+    model. The sampler says that it has every version; where `stuck`, it has none behind LAST_LOADED."""
+
+    def __init__(self, *, stuck: bool) -> None:
+        self._stuck, self._decoder, self._rng = stuck, Decoder(seed=1), np.random.default_rng(1)
+
+    def __call__(self, buffer: rlbuffer.Buffer, stop: threading.Event) -> None:
+        writer, version, older = buffer.writer("w"), 0, list[rlbuffer.Group]()
+        while version < STEPS:
+            if buffer.policy.version < version:
+                if stop.wait(0.01):
+                    return
+                continue
+            policy = buffer.policy.current()
+            if not self._stuck or version <= LAST_LOADED:
+                self._decoder.load(policy)
+            made = [self._group(version, number) for number in range(8)]
+            for group in [*(older or made[6:]), *made[:4]]:
+                writer.push(group)
+            older = made[4:6]
+            version += 1
+
+    def _group(self, version: int, number: int) -> rlbuffer.Group:
+        prompt = self._rng.integers(0, 8, 4).astype(np.int32)
+        ((*completions,),) = self._decoder.sample([prompt], n=4, sampling=Sampling(max_new_tokens=16))
+        rollouts = [
+            Rollout.from_completion(
+                prompt_ids=prompt,
+                token_ids=done.tokens,
+                logprobs=np.minimum(done.logprobs, 0),
+                reward=float(self._rng.random()),
+                policy_version=version,
+            )
+            for done in completions
+        ]
+        place = str(8 * version + number)
+        return rlbuffer.Group(group_id=f"a.{place}", env="a", prompt_id=place, rollouts=tuple(rollouts), planned_size=4)
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    homes = {}
+    for kind in ("stuck", "sound"):
+        homes[kind] = home = tmp_path_factory.mktemp(kind)
+        optimizer = {"learning_rate": 0.02, "schedule": "constant"}
+        record(home, work=Sampled(stuck=kind == "stuck"), step_groups=6, optimizer=optimizer)
+    return homes
+
+
+def doctor(home: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str]]:
+    """Check -> level and text of what doctor finds in the archive."""
+    main(["doctor", "--archive", str(home / "archive"), "--json"])
+    findings = map(json.loads, capsys.readouterr().out.splitlines())
+    return {finding["check"]: (finding["level"], finding["text"] + finding["fix"]) for finding in findings}
+
+
+def test_old_weights_under_a_new_number_are_proved_by_the_version_that_sampled(
+    homes: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = homes["stuck"]
+    found = doctor(home, capsys)
+    assert found["learning"][0] == "failure"
+    assert "New weights do not arrive in the sampler" in found["learning"][1]
+    level, text = found["weights"]
+    assert level == "failure"
+    sampled = f"256 tokens of step {STEPS} that version {STEPS - 1} is said to have sampled are those of version 1: "
+    assert text.startswith(sampled)
+    assert f"--score {STEPS} --versions 0,1,2,3,4,5" in text
+    main(["replay", str(home / "archive"), "--score", str(STEPS), "--versions", "1,5"])
+    assert "Version 5 is said to have sampled tokens that version 1 fits better" in capsys.readouterr().out
+
+
+def test_a_run_at_work_is_proved_by_its_archive(homes: dict[str, Path]) -> None:
+    found = replace(failure("weights"), problem=Problem(kind=Trouble.STUCK_WEIGHTS, step=STEPS, detail=""))
+
+    def told(folder: Path | None) -> tuple[str, str]:
+        first, proof = of_run([found], lambda: folder)
+        assert first is found
+        return str(proof.level), proof.text
+
+    level, text = told(homes["stuck"] / "archive")
+    assert level == "failure"
+    assert "are those of version 1" in text
+    assert told(None) == ("warning", "not proved: the run has no archive, so what was sampled cannot be scored")
+    level, text = told(homes["sound"] / "archive")
+    assert level == "warning"
+    assert "has no step yet that shows it" in text
+    assert told(homes["sound"] / "nothing")[0] == "warning"
+
+
+def test_without_the_version_that_sampled_nothing_is_proved_and_what_lacks_is_named(
+    homes: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, away = homes["stuck"] / "runs" / "recorded", homes["stuck"] / "away"
+    shutil.copytree(kept, away)
+    try:
+        for path in [*kept.glob("weights/v0000000[123]-*"), *kept.glob("checkpoints/*2")]:
+            shutil.rmtree(path)
+        level, text = doctor(homes["stuck"], capsys)["weights"]
+        assert level == "warning"
+        assert text.startswith(
+            f"not proved: 256 tokens of step {STEPS} that version 5 is said to have sampled: scored by"
+        )
+        assert "None that is kept has sampled them" in text
+        for path in [*kept.glob("weights/*"), *kept.glob("checkpoints/*")]:
+            shutil.rmtree(path)
+        level, text = doctor(homes["stuck"], capsys)["weights"]
+        assert level == "warning"
+        assert text.startswith(f"not proved: of the versions that sampled step {STEPS} (4, 5) none is kept in ")
+        assert f"rlbuffer replay {homes['stuck'] / 'archive'} --score {STEPS} --versions" in text
+    finally:
+        shutil.rmtree(kept)
+        shutil.move(away, kept)
+
+
+def test_what_a_sound_sampler_has_sampled_is_its_own(
+    homes: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = homes["sound"]
+    assert [*doctor(home, capsys)] == ["learning"]
+    for step in range(1, STEPS + 1):
+        proof = weights_proof(Archive(home / "archive"), 1, step)
+        assert proof.has_arrived
+        assert proof.other is None
+        assert (proof.step, proof.said) == (step, step - 1)
+    main(["replay", str(home / "archive"), "--score", str(STEPS), "--versions", "0,1,2,3,4,5"])
+    assert "is said to have sampled" not in capsys.readouterr().out
