@@ -54,7 +54,7 @@ from rlbuffer.records.rollout import check_logprobs
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.gateway import GatewayStore
 from rlbuffer.store.open_rollouts import OpenCall, OpenRollout, OpenState
-from rlbuffer.worker.samplers.endpoint import ENDPOINT_PROBE_SECONDS, Endpoint
+from rlbuffer.worker.samplers.endpoint import ENDPOINT_PROBE_SECONDS, Endpoint, NoAnswer
 
 RECORD_SECONDS = 300.0
 """Longest that a sampled call waits for a server that is away."""
@@ -71,7 +71,7 @@ ENTRY = "entry"
 DIGEST = "digest"
 """The detail with a digest of those."""
 PATIENCE_SECONDS, LOAD_POLL_SECONDS = 300.0, 0.1
-"""Longest that a load of weights is waited for before a call begins, and the pause between two looks."""
+"""Longest that an engine is waited for that names no version, before a call begins, and the pause between two looks."""
 MAX_ID = 2**31 - 1
 ARRAYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 
@@ -266,17 +266,23 @@ class TokenSink:
         return version
 
     async def _oldest(self) -> int:
-        """The oldest version that an engine samples with; a load is waited for.
+        """The oldest version that an engine samples with; a load is waited for, and so is an engine that is too busy to
+        say: it may sample the call.
 
         Raises:
-            SamplerUnavailable: none answers, one stays in a load, or has weights that are no version of the run.
+            SamplerUnavailable: none answers, one names no version for long, or has weights that are none of the run.
         """
         until = time.monotonic() + PATIENCE_SECONDS
         while None in (named := await self._named()) and time.monotonic() < until:
             await asyncio.sleep(LOAD_POLL_SECONDS)
         if not named:
             raise SamplerUnavailable("no engine of gateway.engines answers")
-        if None in named or min(one for one in named if one is not None) < 0:
+        if None in named:
+            raise SamplerUnavailable(
+                f"an engine of gateway.engines names no version for {PATIENCE_SECONDS:g} s: it is in a load, or takes "
+                "connections and does not answer GET /weight_info"
+            )
+        if min(one for one in named if one is not None) < 0:
             raise SamplerUnavailable(
                 "an engine of gateway.engines has weights that are no policy version of this run: rlbuffer gateway "
                 "loads one, or a worker; the trainer's own way of loading must name the version"
@@ -284,12 +290,18 @@ class TokenSink:
         return min(one for one in named if one is not None)
 
     async def _named(self) -> list[int | None]:
-        """What those engines name that answer; None: it is being loaded."""
+        """What those engines name that can be reached; None: it is being loaded, or does not answer in time."""
         answers = await asyncio.gather(*(engine.named_version() for engine in self._engines), return_exceptions=True)
+        named: list[int | None] = []
         for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, SamplerUnavailable):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+            if isinstance(answer, BaseException):
+                if not isinstance(answer, SamplerUnavailable):
+                    raise answer
+                if isinstance(answer, NoAnswer):
+                    named.append(None)
+            else:
+                named.append(answer)
+        return named
 
 
 class TokenSource:

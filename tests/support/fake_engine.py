@@ -79,6 +79,8 @@ class FakeEngine:
     """Changes an answer before it is sent."""
     holds: bool = False
     """Answers wait."""
+    unanswered_looks: int = 0
+    """Questions for its version that get no answer, as of an engine that is too busy."""
     refuses: Callable[[dict[str, Any]], int] = lambda body: 0
     """Status for a conversation that the template raises at; 0: it takes it."""
     model: str = "tiny"
@@ -206,6 +208,9 @@ class FakeEngine:
         return web.json_response({"version": self.speaks})
 
     async def _weight_info(self, request: web.Request) -> web.Response:
+        if self.unanswered_looks:
+            self.unanswered_looks -= 1
+            await asyncio.Event().wait()
         return web.json_response({"weight_version": self.version})
 
     async def _is_paused(self, request: web.Request) -> web.Response:

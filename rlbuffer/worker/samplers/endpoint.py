@@ -114,6 +114,10 @@ class NoSuchPage(ConfigError):
     """The server answers 404: it was not started for this, or is another one."""
 
 
+class NoAnswer(SamplerUnavailable):
+    """The server takes connections, and did not answer in time: it may be at work for others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
     """A server's answer, whole."""
@@ -283,7 +287,7 @@ class Endpoint:
 
     async def named_version(self) -> int | None:
         """The version that the server names as its weights'; -1 for another name; None where it names none, or is
-        being loaded. Raises SamplerUnavailable."""
+        being loaded. Raises SamplerUnavailable; NoAnswer where it is there, and says nothing."""
         name = (await self._respond("GET", "/weight_info", seconds=ENDPOINT_PROBE_SECONDS)).field("weight_version")
         if not isinstance(name, str | int):
             return None
@@ -406,7 +410,7 @@ class Endpoint:
             reason = f"no connection within {min(CONNECT_SECONDS, seconds):g} s"
             raise SamplerUnavailable(f"{self.url}{path} cannot be reached: {reason}") from error
         except TimeoutError as error:
-            raise SamplerUnavailable(f"{self.url}{path} did not answer within {seconds:g} s") from error
+            raise NoAnswer(f"{self.url}{path} did not answer within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise SamplerUnavailable(f"{self.url}{path} cannot be reached: {reason}") from error

@@ -23,6 +23,7 @@ from rlbuffer.errors import ConfigError, InvalidRollout, SamplerUnavailable
 from rlbuffer.gateway import nemo_gym
 from rlbuffer.gateway.nemo_gym import TokenSink
 from rlbuffer.gateway.request import Refused
+from rlbuffer.worker.samplers import endpoint
 
 
 @dataclass
@@ -184,6 +185,55 @@ def test_a_call_waits_for_a_load_and_begins_with_no_weights_of_another_name(
     monkeypatch.setattr(server.sink, "_named", answers)
     server.begin(rollout, "c1")
     assert (named, server.sink._begun[rollout, "c1"].version) == ([], 7)
+
+
+def test_an_engine_that_is_too_busy_to_name_its_version_may_be_the_one_that_samples(
+    stage: Stage, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = FakeEngine(version="5").start()
+    try:
+        server.file.write_text(server.file.read_text().replace(stage.engine_url, f'{stage.engine_url}", "{busy.url}'))
+        stage.engine.version, busy.unanswered_looks = "9", 2
+        monkeypatch.setattr(endpoint, "ENDPOINT_PROBE_SECONDS", 0.5)
+        sink, rollout = server.another(), stage.begin()["open_rollouts"][0]["api_key"]
+        server.begin(rollout, "c1", sink=sink)
+        assert (busy.unanswered_looks, sink._begun[rollout, "c1"].version) == (0, 5)
+        monkeypatch.setattr(nemo_gym, "PATIENCE_SECONDS", 0.0)
+        busy.unanswered_looks = 9
+        with pytest.raises(SamplerUnavailable, match="names no version for 0 s"):
+            server.begin(rollout, "c2", sink=sink)
+    finally:
+        busy.stop()
+    server.begin(rollout, "c3", sink=sink)  # what is gone samples nothing
+    assert sink._begun[rollout, "c3"].version == 9
+    server.wait(sink.close())
+
+
+def test_a_call_that_another_process_recorded_meanwhile_is_read_by_the_next_look(
+    stage: Stage, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = stage.begin()["open_rollouts"][0]
+    rollout, other, theirs = opened["api_key"], server.another(), list[int]()
+    entry = server.sampled(rollout, [5, 6, 7], server.begin(rollout))
+    version_of = server.sink._version_of
+
+    async def meanwhile(*given: Any) -> int:  # after this process has looked up the rollout, before it records its call
+        if not theirs:
+            call = uuid.uuid4().hex
+            await other.begin_call(rollout, call)
+            one = await asyncio.to_thread(server.sampled, rollout, [1, 2], call)
+            await other.put(one)
+            theirs.extend([1, 2, *one.generation_token_ids])
+        return await version_of(*given)
+
+    monkeypatch.setattr(server.sink, "_version_of", meanwhile)
+    server.wait(server.sink.put(entry))
+    server.call(rollout, [*theirs, 9])
+    server.wait(other.close())
+    httpx.post(opened["end_url"], json={"reward": 1.0}, timeout=60)
+    (found,) = stage.rollouts()
+    assert Counter(trained_samples(found)) == Counter(engine_samples(stage.engine))
+    assert len(found.sequences) == 2  # the last call goes on from the other process's
 
 
 def test_an_entry_that_nobody_began_needs_its_version(stage: Stage, server: Server) -> None:
