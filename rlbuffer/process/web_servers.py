@@ -1,4 +1,4 @@
-"""The common ways of the small web servers of a run: how they treat whoever connects.
+"""The common ways of the small web servers of a run, which aiohttp serves: how they treat whoever connects.
 
 On loopback a request must name this machine as its host, so that no page of the web reaches in by a name of its own
 (DNS rebinding). An asker that neither sends nor takes is hung up on. What strangers send is never worth a traceback.
@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socketserver
-import sys
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
@@ -22,8 +19,6 @@ if TYPE_CHECKING:
 
 REQUEST_SECONDS = 20.0
 """Time for a whole request to arrive on the running loop."""
-TAKING_SECONDS = 30.0
-"""Time for an asker with a thread to send something, or to take some more of the answer."""
 CLOSE_SECONDS = 2.0
 """Time that answers under way have when a server closes."""
 _log = logging.getLogger(__name__)
@@ -52,43 +47,6 @@ def say_failure(error: BaseException | None) -> None:
     _log.warning(text, type(error).__name__, error, exc_info=_log.isEnabledFor(logging.DEBUG))
 
 
-# -- threads ---------------------------------------------------------------------------------------------------------
-class AskedRequest(BaseHTTPRequestHandler):
-    """One request."""
-
-    server: AskedServer
-    server_version, sys_version = "rlbuffer", ""
-    timeout = TAKING_SECONDS
-
-    def parse_request(self) -> bool:
-        """-> False where there is nothing more to answer."""
-        if not super().parse_request():
-            return False
-        if may_ask(self.headers.get("Host", ""), str(self.server.server_address[0])):
-            return True
-        self.send_response(HTTPStatus.FORBIDDEN)
-        self.end_headers()
-        return False
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: a line would hold the path, which may be secret, and a scrape is no news."""
-
-
-class AskedServer(socketserver.ThreadingTCPServer):
-    """Answers each request in a thread."""
-
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of an asker that went away."""
-        error = sys.exception()
-        if not isinstance(error, ConnectionError | TimeoutError):
-            say_failure(error)
-
-
-# -- asyncio ---------------------------------------------------------------------------------------------------------
 async def listen(
     app: web.Application,
     host: str,

@@ -2,24 +2,28 @@
 
 The address is on loopback and holds a token, without which every page is 404. A request for another host than loopback
 is refused, so that no page of the web reaches in by a name of its own (DNS rebinding). Pages have no script, and their
-policy lets nothing be fetched from anywhere.
+policy lets nothing be fetched from anywhere. The standard library serves them, since every install can do that.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
+import socketserver
+import sys
 import threading
 from collections.abc import Iterator
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
 from itertools import chain
+from typing import Any
 from urllib.parse import parse_qsl
 
 from markupsafe import Markup
 
 from rlbuffer.errors import AmbiguousId, NotFound, RlbufferError, StepRetired
 from rlbuffer.process.signals import stop_on_signals
-from rlbuffer.process.web_servers import AskedRequest, AskedServer
+from rlbuffer.process.web_servers import is_own, say_failure
 from rlbuffer.state.text import printable
 from rlbuffer_cli.options import echo, say
 from rlbuffer_cli.web.pages import PageData, policy, sources_of
@@ -30,6 +34,8 @@ HOST = "127.0.0.1"
 SECRET_BYTES = 24
 PATIENCE_SECONDS_OF_A_PAGE = 2.0
 """A server that is away is said to be so after this time."""
+TAKING_SECONDS = 30.0
+"""Time for an asker to send something, or to take some more of the answer."""
 MOST_QUERY_FIELDS = 20
 HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
@@ -43,8 +49,12 @@ HEADERS = {
 }
 
 
-class Pages(AskedServer):
-    """The server of one run's pages, on a port of its own choice for 0."""
+class Pages(socketserver.ThreadingTCPServer):
+    """The server of one run's pages, on a port of its own choice for 0. Answers each request in a thread."""
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
 
     def __init__(self, run: WholeRun, port: int) -> None:
         super().__init__((HOST, port), Handler)
@@ -62,13 +72,31 @@ class Pages(AskedServer):
         """The pieces of a page; None where there is none of that name."""
         return route(self.run, self.sources, name, query)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of an asker that went away."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError | TimeoutError):
+            say_failure(error)
 
-class Handler(AskedRequest):
+
+class Handler(BaseHTTPRequestHandler):
     """One request. Methods other than GET are none that it knows."""
 
     server: Pages
+    server_version, sys_version = "rlbuffer", ""
+    timeout = TAKING_SECONDS
 
-    def do_GET(self) -> None:  # noqa: N802
+    def parse_request(self) -> bool:
+        """-> False where there is nothing more to answer."""
+        if not super().parse_request():
+            return False
+        if is_own(self.headers.get("Host", "")):
+            return True
+        self.send_response(HTTPStatus.FORBIDDEN)
+        self.end_headers()
+        return False
+
+    def do_GET(self) -> None:
         """Answers with a page, in pieces; what it cannot read is a sentence."""
         path, _, query = self.path.partition("?")
         _, token, name = (*path.split("/", 2), "", "")[:3]
@@ -101,6 +129,9 @@ class Handler(AskedRequest):
         for name, value in HEADERS.items():
             self.send_header(name, value)
         super().end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: a line would hold the path, which is secret."""
 
 
 def serve_pages(run: WholeRun, port: int) -> int:
