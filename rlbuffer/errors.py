@@ -276,10 +276,6 @@ class ResumeRetired(StepRetired):
     exit_code = 6
 
 
-class StepDamaged(RlbufferError):
-    """Many steps in a row have more missing or damaged loss tokens than sound ones."""
-
-
 class AttemptFenced(RlbufferError):
     """A newer attempt of the trainer has taken over."""
 

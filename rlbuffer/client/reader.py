@@ -18,7 +18,7 @@ from rlbuffer.client.lessons import alone, last_steps
 from rlbuffer.client.progress import Progress, remembered
 from rlbuffer.client.ranks import RankZeroWatch, Skew
 from rlbuffer.client.refusals import REFUSAL_PAUSE_SECONDS, Away, LongWait, Refusals, no_batch, refused_for
-from rlbuffer.client.step_pull import StepPull, left_out
+from rlbuffer.client.step_pull import StepPull, damage_of, left_out
 from rlbuffer.errors import (
     BatcherFailed,
     BatchTimeout,
@@ -37,7 +37,7 @@ from rlbuffer.records.checks import read_only, shown
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.waiting import Wait, Waiting
+from rlbuffer.records.waiting import Problem, Wait, Waiting
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.records import Meta, PartRollout, TrainedStep
 from rlbuffer.store.trainer import TrainerStore
@@ -47,6 +47,8 @@ READER_BLOCK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
 """Seconds between the rank's heartbeats; rank 0's report is the attempt's heartbeat as well. A batcher that has taken
 over waits for it before it commits, and shall commit within a lease and two seconds of the other's last word."""
+DAMAGE_SHOWN_STEPS = 64
+"""Steps for which a rank says that one lacked rollouts."""
 CLOSED = "the reader was closed"
 ANYTHING = Trainable()
 _log = logging.getLogger(__name__)
@@ -175,6 +177,8 @@ class Reader:
         self._skew = Skew(rank, world_size)
         self._alone: set[str] = set()
         """Envs with a step here in which each group was one rollout."""
+        self._damage: Problem | None = None
+        """Of the last step with rollouts that could not be trained."""
         self._given: StepHeader | None = None
         """Of the last step of :meth:`steps`: a server that comes back without it takes its number all the same."""
         self._is_started = False
@@ -570,6 +574,8 @@ class Reader:
         record = ours | identity() | self._can.record()
         if (waiting := self._held or self._waiting) is not None:
             record["waiting"] = waiting.record()
+        if (damage := self._damage) is not None and self.step < damage.step + DAMAGE_SHOWN_STEPS:
+            record["problems"] = [damage.record()]
         self._store.heartbeat("rank", str(self.rank), record)
 
     def _look_at_the_others(self) -> None:
@@ -617,6 +623,7 @@ class Reader:
                 missed = header.digest
         step, damaged = self._source.step(header, part)
         if damaged:
+            self._damage = damage_of(number, damaged)
             _log.warning("rank %d leaves out %s", self.rank, left_out(number, damaged))
             names = [f"{ref.group_id} {ref.info.rollout_id}" for ref, _ in damaged]
             self._refusals.waited_out(lambda: self._store.count_damaged(number, names), self.timeout_seconds)

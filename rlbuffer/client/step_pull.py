@@ -6,6 +6,7 @@ normalisers stay the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,8 @@ from rlbuffer.records.columns import trained_advantage
 from rlbuffer.records.micro_batch import IGNORE_INDEX, Sample, Step
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers, Plan
+from rlbuffer.records.waiting import Problem, Trouble
+from rlbuffer.state.text import printable
 from rlbuffer.store.part_rollouts import PartRollouts
 from rlbuffer.store.payloads import Trainable, opened, sound
 from rlbuffer.store.records import PartRollout
@@ -39,6 +42,8 @@ chunks is asked once for each, so smaller ones cost more."""
 # glibc's malloc gives freed memory back to the system above 128 KiB, or above twice the largest block that was freed so
 # far. Without this one each chunk would come in fresh pages, whose first touch costs more than reading the payloads.
 np.empty(CHUNK_BYTES, np.uint8)
+NAMED_SOURCES = 3
+"""Envs and workers that are named of a step's damaged rollouts."""
 NO_METADATA = (b"\x80", b"\xc0")
 """An empty table, and nothing, as payloads have them."""
 
@@ -300,3 +305,15 @@ def left_out(step: int, damaged: Sequence[tuple[PartRollout, str]]) -> str:
         f"{len(damaged)} of its rollouts of step {step}, whose payloads it cannot train. The first is "
         f"{first.info.rollout_id} of group {first.group_id}, env {first.env}: {wrong}"
     )
+
+
+def damage_of(step: int, damaged: Sequence[tuple[PartRollout, str]]) -> Problem:
+    """The same as what somebody must cure, with the envs and workers that they came from, those of most first."""
+    source_of = {
+        (ref.group_id, ref.info.rollout_id): f"env {ref.env} by {ref.worker or 'an unnamed worker'}"
+        for ref, _ in damaged
+    }
+    sources = Counter(source_of.values())
+    named = ", ".join(printable(f"{count} of {source}") for source, count in sources.most_common(NAMED_SOURCES))
+    more = f" and {len(sources) - NAMED_SOURCES} other sources" if len(sources) > NAMED_SOURCES else ""
+    return Problem(kind=Trouble.DAMAGED, step=step, count=len(source_of), detail=named + more)

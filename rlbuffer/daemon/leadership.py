@@ -16,10 +16,9 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.losses import columns_of, needs_advantage
 from rlbuffer.config.trainer import TrainerSettings
 from rlbuffer.daemon.archiving import Archiving
-from rlbuffer.daemon.doubts import Doubts, beyond_vocabulary
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.memory_watch import MemoryWatch
-from rlbuffer.daemon.pending import Pending
+from rlbuffer.daemon.pending import Pending, untrainable
 from rlbuffer.daemon.reporter import TELEMETRY_SECONDS, Reporter
 from rlbuffer.daemon.server_watch import ServerWatch
 from rlbuffer.daemon.watches import (
@@ -43,7 +42,16 @@ from rlbuffer.records.states import CommitStatus
 from rlbuffer.records.step_plan import Decision, StepPlan
 from rlbuffer.records.waiting import FOR_GROUPS, Wait, Waiting
 from rlbuffer.state.env_causes import explained
-from rlbuffer.state.heartbeats import GATEWAY, KINDS, Process, is_starting, processes, while_starting, worker_problems
+from rlbuffer.state.heartbeats import (
+    GATEWAY,
+    KINDS,
+    Process,
+    is_starting,
+    processes,
+    rank_problems,
+    while_starting,
+    worker_problems,
+)
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import Attempt, Decided, LeaderRead
 
@@ -103,7 +111,6 @@ class Leadership:
         self._pending = pending = Pending(
             store, config, teller, since=tenure.since, began=tenure.began, needs_advantage=learns
         )
-        self._doubts = Doubts(store, self._meta.step)
         self._needed = columns_of(trainer.loss)
         """Columns without which the trainer cannot train."""
         self._memory = MemoryWatch(store)
@@ -282,10 +289,7 @@ class Leadership:
         if not broken:
             infos = {key: entry.info for key, entry in used.items() if entry.info is not None}
             columns, broken = agree(plan, infos, self._needed)
-            broken |= beyond_vocabulary(infos, self._beats.get("rank", {}).values())
-            self._doubts.look(self._meta.step)
-            if not broken and self._doubts.are_any:
-                broken = self._doubts.unsound(plan, used, columns)
+            broken |= untrainable(infos, self._beats.get("rank", {}).values())
         if broken:
             self._pending.drop_broken(broken)
             return
@@ -331,9 +335,11 @@ class Leadership:
                 *self._archive.problems(),
                 *self._memory.problems(),
                 *missing,
-                *self._doubts.problems(),
             ],
-            worker_problems(workers, waiting, is_starting=is_starting(self._processes)),
+            [
+                *worker_problems(workers, waiting, is_starting=is_starting(self._processes)),
+                *rank_problems(self._processes),
+            ],
         )
 
     def _state(self) -> dict[str, Any]:

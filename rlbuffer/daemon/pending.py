@@ -7,18 +7,24 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlbuffer.batcher.adapters import at_step
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.reporter import Reporter
 from rlbuffer.errors import StepRetired
+from rlbuffer.records.info import ROW_DTYPE, GroupInfo
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.records import LeaderRead, PoolEntry
 
 POOL_PAGE = 1000
 """Pool entries per read."""
+RANK_FRESH_SECONDS = 10.0
+"""Ranks beat every second; one that is silent for longer may be of a trainer that is gone."""
 _NUMBER = re.compile(r"[0-9]{1,15}\Z")
 """Number of a ticket: its group is called ``<env>.<number>``."""
 
@@ -203,6 +209,18 @@ class Pending:
         for entry_id in entry_ids:
             self._entries.pop(entry_id, None)
             self._used.discard(entry_id)
+
+
+def untrainable(infos: Mapping[str, GroupInfo], beats: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Pushes that the ranks of these heartbeats cannot train, by their metadata alone. -> entry id -> why."""
+    can = Trainable.of(beat for beat in beats if beat["seconds_ago"] <= RANK_FRESH_SECONDS)
+    refusals = {
+        key: can.refusal(
+            adapter=info.adapter, largest_token=int(np.frombuffer(info.rows, ROW_DTYPE)["largest_token"].max())
+        )
+        for key, info in infos.items()
+    }
+    return {key: refusal for key, refusal in refusals.items() if refusal}
 
 
 def _shape(entry: PoolEntry) -> tuple[str, str, int, int]:

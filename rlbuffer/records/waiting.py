@@ -555,8 +555,8 @@ def _problem(p: Problem) -> str:
         case Trouble.DAMAGED:
             whose = f" ({p.detail})" if p.detail else ""
             return (
-                f"{p.count} rollouts were missing or damaged when step {p.step} was pulled{whose}: payloads are looked "
-                "into before they are committed. Stop a worker that goes on sending such."
+                f"{p.count} rollouts were missing or damaged when step {p.step} was pulled{whose}: nothing of them "
+                "trains. Stop a worker that goes on sending such."
             )
         case Trouble.SERVER:
             return f"The server was changed, and is not as a run needs it: {p.detail.rstrip('.')}."

@@ -307,6 +307,13 @@ def worker_problems(
     return merged(found)
 
 
+def rank_problems(processes: Iterable[Process]) -> tuple[Problem, ...]:
+    """What the ranks say that somebody must cure: each says what its own part of a step lacks."""
+    problems = [p for each in processes if each.kind == "rank" and each.is_alive for p in each.problems]
+    newest = max((problem.step for problem in problems), default=0)
+    return merged(problem for problem in problems if problem.step == newest)
+
+
 def run_problems(processes: Iterable[Process], waiting: Waiting | None) -> tuple[Problem, ...]:
     """What somebody must cure, as every process of a run says it while the batcher has `waiting`."""
     processes = tuple(processes)
@@ -318,7 +325,8 @@ def run_problems(processes: Iterable[Process], waiting: Waiting | None) -> tuple
         for p in each.problems
     ]
     workers = [each for each in processes if each.kind == "worker"]
-    return (*leading, *worker_problems(workers, waiting, is_starting=is_starting(processes)), *others)
+    of_workers = worker_problems(workers, waiting, is_starting=is_starting(processes))
+    return (*leading, *of_workers, *others, *rank_problems(processes))
 
 
 def merged(problems: Iterable[Problem]) -> tuple[Problem, ...]:

@@ -1,7 +1,4 @@
-"""Rollouts as a trainer pulls them: read, verified, and held against what it can train.
-
-The ranks do this with every step. The leader does it before a commit, once ranks have found payloads damaged.
-"""
+"""Rollouts as a trainer pulls them: read, verified, and held against what it can train."""
 
 from __future__ import annotations
 
@@ -32,19 +29,23 @@ class Trainable:
 
     @classmethod
     def of(cls, beats: Iterable[Mapping[str, Any]]) -> Trainable:
-        """The rollouts that all ranks of these heartbeats can train. No field of one is certain to be there."""
+        """The rollouts that all ranks of these heartbeats can train, columns aside. No field is certain to be there."""
         beats = tuple(beats)
         sizes = [beat["vocabulary"] for beat in beats if isinstance(beat.get("vocabulary"), int)]
-        needed = [beat["columns"] for beat in beats if isinstance(beat.get("columns"), list | tuple)]
-        return cls(
-            vocabulary=min(sizes, default=None),
-            adapters=all(beat.get("adapters", True) for beat in beats),
-            columns=tuple(sorted({name for names in needed for name in names if isinstance(name, str)})),
-        )
+        return cls(vocabulary=min(sizes, default=None), adapters=all(beat.get("adapters", True) for beat in beats))
 
     def record(self) -> dict[str, Any]:
         """The fields for a heartbeat."""
-        return {"vocabulary": self.vocabulary, "adapters": self.adapters, "columns": list(self.columns)}
+        return {"vocabulary": self.vocabulary, "adapters": self.adapters}
+
+    def refusal(self, *, adapter: str = "", largest_token: int = -1) -> str:
+        """Why a rollout of this adapter, or with this token, cannot be trained; "" where it can."""
+        if adapter and not self.adapters:
+            return f"it is of adapter {adapter!r}, and the trainer trains all weights and no adapters"
+        if self.vocabulary is not None and largest_token >= self.vocabulary:
+            # The model would fail at it, in every replay of the step.
+            return f"token {largest_token} is outside of the model's vocabulary of {self.vocabulary}"
+        return ""
 
 
 def read_rollouts(
@@ -71,8 +72,8 @@ def opened(
     """A payload, verified up to the values of tokens and logprobs; what is wrong with it where it cannot be trained."""
     if data is None:
         return "its payload is missing"
-    if adapter and not can.adapters:
-        return f"it is of adapter {adapter!r}, and the trainer trains all weights and no adapters"
+    if refusal := can.refusal(adapter=adapter):
+        return refusal
     try:
         read = payload.decode(data, announced)
     except PayloadError as error:
@@ -90,8 +91,4 @@ def sound(read: Payload, can: Trainable) -> TokenSequence | str:
         rollout = read.record()
     except PayloadError as error:
         return str(error)
-    highest = int(rollout.tokens.max())
-    if can.vocabulary is not None and highest >= can.vocabulary:
-        # The model would fail at it, in every replay of the step.
-        return f"token {highest} is outside of the model's vocabulary of {can.vocabulary}"
-    return rollout
+    return can.refusal(largest_token=int(rollout.tokens.max())) or rollout

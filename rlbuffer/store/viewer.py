@@ -72,8 +72,6 @@ MAX_EVALUATION_BYTES = 2**20
 """Largest result that is decoded."""
 MAX_HEARTBEAT_BYTES = 2**20
 """Largest heartbeat that is decoded."""
-NAMED_DAMAGED = 10_000
-"""Damaged rollouts of a step that are named."""
 _END = re.compile(r"=?([0-9]{1,15})\Z")
 """Number of tickets of an env: as its workers say, or with ``=`` as an operator said."""
 
@@ -372,17 +370,6 @@ class Viewer(Session):
     def policy(self, adapter: str = "") -> PolicyVersion:
         """The current version; version -1 when none was announced."""
         return policy_of(adapter, self.look(lambda client: client.hget(self.keys.policy, adapter)))
-
-    def damaged_in(self, first: int, last: int) -> dict[int, int]:
-        """Step -> its rollouts that are counted as damaged; only steps with some, from `first` to `last`."""
-        steps = range(first, last + 1)
-        counts = self.paged(steps, lambda pipe, step: pipe.zcount(self.keys.damaged, step, step))
-        return {step: int(n) for step, n in zip(steps, counts, strict=True) if n}
-
-    def damaged_of(self, step: int) -> list[str]:
-        """Damaged rollouts of a step, each as ``<group> <rollout>``; some of them, where there are many."""
-        names = self.look(lambda client: client.zrangebyscore(self.keys.damaged, step, step, 0, NAMED_DAMAGED))
-        return [text(name).partition(" ")[2] for name in names]
 
     def unused(self) -> dict[int, Unused]:
         """Step of a stream -> what the trainer was given in it and has not trained; of live steps alone."""

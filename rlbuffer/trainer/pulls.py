@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from rlbuffer.errors import RlbufferError, StepDamaged
+from rlbuffer.errors import RlbufferError
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.trainer.publishing import Publishing
 from rlbuffer.trainer.ranks.agreement import Agreement, Verdict, agree
@@ -13,11 +13,6 @@ from rlbuffer.trainer.session import TrainerSession
 
 MAX_PULLS = 3
 """Times that a step is pulled because ranks hold different ones, before giving up."""
-MOST_DAMAGED = 0.5
-"""Share of a step's trained tokens that may be missing or damaged."""
-MOST_DAMAGED_STEPS = 8
-"""Steps in a row, beside those that are committed ahead, of which too much may be damaged. The batcher looks into
-payloads from the first damaged one on, so no producer alone gets that far: the server has lost its payloads."""
 
 
 class Pulls:
@@ -31,8 +26,6 @@ class Pulls:
         self._steps: Iterator[Step] | None = None
         self.has_ended = False
         """All ranks have seen that the run has ended."""
-        self._damaged = 0
-        """Steps in a row of which more than MOST_DAMAGED could not be read."""
 
     def next(self, number: int) -> tuple[Step, int] | None:
         """Step `number`, as all ranks agreed on it, and its trained tokens that no rank could read; None: one of them
@@ -40,7 +33,6 @@ class Pulls:
 
         Raises:
             RlbufferError: this rank got none, or the ranks never hold the same. RankFailed: another rank got none.
-            StepDamaged: too much of too many steps in a row is damaged; on all ranks alike.
             WeightsError: the version that is on its way cannot be written.
             Further errors: see `Reader.steps`, `agree`.
         """
@@ -50,7 +42,6 @@ class Pulls:
                 self.has_ended = agreement.verdict is Verdict.END
                 return None
             if agreement.verdict is Verdict.TRAIN and step is not None:
-                self._count(step, agreement.damaged_tokens)
                 return step, agreement.damaged_tokens
             self.close()
         raise RlbufferError(
@@ -63,18 +54,6 @@ class Pulls:
         if self._steps is not None and hasattr(self._steps, "close"):
             self._steps.close()
         self._steps = None
-
-    def _count(self, step: Step, damaged: int) -> None:
-        """Counts steps with too many damaged tokens, which are left out in every replay of the step alike. Such a step
-        alone never ends a run: whoever pushes can make one. A run of which nothing sound comes any more does end."""
-        settings, expected = self._session.settings, step.normalizers.loss_tokens
-        self._damaged = self._damaged + 1 if damaged > MOST_DAMAGED * expected else 0
-        if self._damaged > MOST_DAMAGED_STEPS + settings.batcher.lookahead:
-            raise StepDamaged(
-                f"step {step.number}: {damaged} of {expected} trained tokens ({damaged / expected:.1%}) are missing or "
-                f"damaged, as was more than {MOST_DAMAGED:.0%} of each of {self._damaged} steps in a row. "
-                "`rlbuffer verify` lists what is gone, and the batcher's output says whose it is"
-            )
 
     def _pull(self, number: int) -> tuple[Step | None, Agreement]:
         """This rank's step, and what the ranks make of it. This rank's errors reach the others through `agree`."""

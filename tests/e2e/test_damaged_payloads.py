@@ -47,3 +47,33 @@ def test_a_rollout_with_a_flipped_byte_is_masked_on_all_ranks_and_counted_once(h
         assert len(set(first["parameters_sha256"])) == len(set(second["parameters_sha256"])) == 1
         assert buffer.ledger().damaged == 1
     assert home.call("verify", "--run", "tiny").returncode == 0  # it was treated alike by all, and is counted
+
+
+def test_ranks_go_on_while_a_hostile_producer_gives_every_rollout_of_every_step(home: Home) -> None:
+    steps = 12
+    config = home.config(steps=steps)
+    config.write_text(
+        config.read_text()
+        .replace("vocab_size = 16", "vocab_size = 256")
+        .replace("step_groups = 0", "step_groups = 2")
+        .replace("max_age = 4", "max_age = 20")
+    )
+    with home.connect() as buffer:
+        buffer.store.role(Member).open_run()
+        writer = buffer.writer("hostile")
+        for i in range(2 * steps):
+            writer.push(make_group(env="repeat" if i % 3 == 2 else "vcopy", size=8, seed=i))
+        for entry in buffer.store.read_pool():
+            fields = buffer.store.client.hgetall(entry.payload_key)
+            spoiled = {name: bytes([*data[:-1], data[-1] ^ 1]) for name, data in fields.items() if name != b"group"}
+            buffer.store.client.hset(entry.payload_key, mapping=spoiled)
+    home.start("serve", "--config", config, log="serve")
+    trainer = home.start("train", "--config", config, log="train")
+    assert home.ended(trainer, 240) == 0, home.logs()
+    records = home.metrics()
+    assert [record["damaged_tokens"] for record in records] == [record["loss_tokens"] for record in records]
+    assert len(records) == steps
+    assert len(set(records[-1]["parameters_sha256"])) == 1
+    with home.connect() as buffer:
+        assert buffer.ledger().damaged == 2 * steps * 8
+    assert home.call("verify", "--run", "tiny").returncode == 0

@@ -444,14 +444,6 @@ ROWS: dict[str, Row] = {
         call=lambda store, run: store.read_group_payloads([entry.payload_key for entry in run.pool()]), prepare=_pool
     ),
     "unused": Row(call=lambda store, run: store.unused() == {}, prepare=_attempted),
-    "damaged_in": Row(
-        call=lambda store, run: store.damaged_in(1, 2),
-        prepare=lambda run: run.store.count_damaged(1, ["a.0 first"]),
-    ),
-    "damaged_of": Row(
-        call=lambda store, run: store.damaged_of(1),
-        prepare=lambda run: run.store.count_damaged(1, ["a.0 first"]),
-    ),
     "count_damaged": Row(call=lambda store, run: store.count_damaged(1, ["a.0/0"]), prepare=_steps),
     "count_lost": Row(call=lambda store, run: store.count_lost(2), prepare=_pool, counts_twice=True),
     # -- evaluation

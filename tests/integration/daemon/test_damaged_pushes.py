@@ -1,4 +1,4 @@
-"""Payloads that ranks could not read: whose they are is said, and the leader reads what it commits from then on."""
+"""Pushes that ranks cannot train: by their metadata they drop; what only a payload shows is masked, and said."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import waits
 from daemon_runs import Served
 from store_runs import Run
 
 import rlbuffer
 from rlbuffer.client.reader import Reader
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.waiting import Trouble
+from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.store.payloads import Trainable
 from rlbuffer.wire import payload
 
 pytest_plugins = ("store_fixtures",)
 
-CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8, lookahead=0)
+CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=20, lookahead=0)
 
 
 def push_damaged(run: Run, group_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,67 +50,63 @@ def start(run: Run, **can: object) -> Reader:
     return reader
 
 
+def of_run(run: Run) -> tuple[Problem, ...]:
+    return read_run_state(run.store).problems
+
+
 def groups_of(step: rlbuffer.Step) -> list[str]:
     return sorted(step.header.group_ids)
 
 
-def test_after_a_damaged_step_unsound_payloads_are_dropped_before_they_are_committed(
+def test_what_a_hostile_producer_damages_is_masked_step_after_step_counted_and_named(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = served.run
     reader = start(run)
-    push_damaged(run, "a.0", monkeypatch)
-    run.push("a.1")
+    for number in range(0, 24, 2):
+        push_damaged(run, f"a.{number}", monkeypatch)
+        run.push(f"a.{number + 1}") if number < 4 else push_damaged(run, f"a.{number + 1}", monkeypatch)
     served.serve(CONFIG)
-    first = train(run, reader)
-    assert groups_of(first) == ["a.0", "a.1"]
-    assert first.damaged == ("a.0/0", "a.0/1")
-
-    push_damaged(run, "a.2", monkeypatch)
-    run.push("a.3")
-    run.push("a.4")
-    second = train(run, reader)
-    assert groups_of(second) == ["a.3", "a.4"]
-    assert second.damaged == ()
-    (drop,) = served.said("drop", reason="invalid")
-    assert drop["group_id"] == "a.2"
-    assert drop["detail"].startswith("rollout a.2/0: payload is damaged: checksum ")
-    (told,) = served.said("damaged")
-    assert (told["step"], told["rollouts"]) == (1, 2)
-    assert "2 of env a by odd\\x1b one" in told["text"]
-    served.wait_for(lambda: waits.problem(run.store, Trouble.DAMAGED))
+    steps = [train(run, reader) for _ in range(12)]
+    assert [len(step.damaged) for step in steps] == [2, 2, *[4] * 10]
+    assert run.store.ledger().damaged == 44
+    found = served.wait_for(lambda: next((p for p in of_run(run) if p.kind is Trouble.DAMAGED and p.step == 12), None))
+    assert (found.count, found.detail) == (4, "4 of env a by odd\\x1b one")
+    served.wait_for(lambda: [line for line in served.said("trouble") if line["kind"] == "damaged"])
+    assert served.said("drop") == []
     assert run.store.verify().ok
 
 
-def test_a_new_leader_goes_on_looking_and_says_nothing_twice(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_says_no_more_of_damage_that_is_long_ago(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlbuffer.client.reader.DAMAGE_SHOWN_STEPS", 2)
     run = served.run
     reader = start(run)
     push_damaged(run, "a.0", monkeypatch)
     run.push("a.1")
     served.serve(CONFIG)
     train(run, reader)
-    served.stop()
-    served.serve(CONFIG)
-    push_damaged(run, "a.2", monkeypatch)
-    run.push("a.3")
-    run.push("a.4")
-    assert groups_of(train(run, reader)) == ["a.3", "a.4"]
-    assert served.said("damaged") == []
+    served.wait_for(lambda: any(p.kind is Trouble.DAMAGED for p in of_run(run)))
+    for number in range(2, 6):
+        run.push(f"a.{number}")
+    for _ in range(2):
+        train(run, reader)
+    served.wait_for(lambda: not any(p.kind is Trouble.DAMAGED for p in of_run(run)))
 
 
-def test_what_the_trainers_model_cannot_train_is_dropped_once_it_has_been_pulled(served: Served) -> None:
+def test_an_adapter_where_none_is_trained_is_dropped_before_any_rank_sees_it(served: Served) -> None:
     run = served.run
     reader = start(run, vocabulary=100_000, adapters=False)
     run.push("a.0", adapter="l")
     run.push("a.1")
+    run.push("a.2")
     served.serve(CONFIG)
-    assert train(run, reader).damaged == ("a.0/0", "a.0/1")
-    run.push("a.2", adapter="l")
-    run.push("a.3")
-    run.push("a.4")
-    assert groups_of(train(run, reader)) == ["a.3", "a.4"]
+    step = train(run, reader)
+    assert (groups_of(step), step.damaged) == (["a.1", "a.2"], ())
     (drop,) = served.said("drop", reason="invalid")
-    assert drop["detail"] == ("rollout a.2/0: it is of adapter 'l', and the trainer trains all weights and no adapters")
+    assert (drop["group_id"], drop["detail"]) == (
+        "a.0",
+        "it is of adapter 'l', and the trainer trains all weights and no adapters",
+    )
 
 
 def test_a_push_without_the_reference_that_the_trainer_needs_is_dropped(served: Served) -> None:
@@ -145,10 +141,6 @@ def test_a_rollout_without_the_reference_beside_one_that_has_it_is_masked_and_na
     assert step.damaged == ("a.0/1",)
     assert all(not micro_batch.lacking for micro_batch in step)
     assert "The first is a.0/1 of group a.0, env a: it lacks column ref_logprobs, without which the" in caplog.text
-    run.push("a.2", lengths=[8, 8], columns=[column, {}])
-    for name in ("a.3", "a.4"):
-        run.push(name, lengths=[8, 8], columns=[column, column])
-    assert groups_of(train(run, reader)) == ["a.3", "a.4"]
 
 
 def test_a_token_that_the_trainers_model_does_not_have_is_dropped_before_any_rank_sees_it(served: Served) -> None:
