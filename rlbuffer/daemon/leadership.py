@@ -53,11 +53,14 @@ from rlbuffer.state.heartbeats import (
     worker_problems,
 )
 from rlbuffer.store.leader import LeaderStore
+from rlbuffer.store.payloads import Trainable
 from rlbuffer.store.records import Attempt, Decided, LeaderRead
 
 _log = logging.getLogger(__name__)
 LEADER_POLL_SECONDS = 0.02
 """Longest that a new push or a finished step waits to be noticed."""
+RANK_FRESH_SECONDS = 10.0
+"""Ranks beat every second; one that is silent for longer may be of a trainer that is gone."""
 BURST_SECONDS = 0.005
 """Time left to what is pushed together with groups that make no step yet: a turn for each of them would be too many."""
 
@@ -125,9 +128,9 @@ class Leadership:
             self._trainer,
             self._envs,
         )
-        self._beats: Mapping[str, Mapping[str, Mapping[str, Any]]] = {}
-        """Kind -> heartbeats."""
         self._processes: tuple[Process, ...] = ()
+        self._can = Trainable()
+        """What its ranks can train."""
         self._beats_at = self._published = float("-inf")
         self._allowances: Mapping[str, int] = {}
         self._is_idle = False
@@ -190,8 +193,10 @@ class Leadership:
         is_due = now - self._beats_at > TELEMETRY_SECONDS
         look = self._pending.look(block_seconds=LEADER_POLL_SECONDS, beats=KINDS if is_due else ())
         if is_due:
-            self._beats, self._beats_at = look.beats, now
+            self._beats_at = now
             self._processes = tuple(each for kind, beats in look.beats.items() for each in processes(kind, beats))
+            ranks = look.beats.get("rank", {}).values()
+            self._can = Trainable.of(beat for beat in ranks if beat["seconds_ago"] <= RANK_FRESH_SECONDS)
         self._meta, self._is_burst = look.meta, bool(look.entries)
         return look
 
@@ -289,7 +294,7 @@ class Leadership:
         if not broken:
             infos = {key: entry.info for key, entry in used.items() if entry.info is not None}
             columns, broken = agree(plan, infos, self._needed)
-            broken |= untrainable(infos, self._beats.get("rank", {}).values())
+            broken |= untrainable(infos, self._can)
         if broken:
             self._pending.drop_broken(broken)
             return
@@ -325,8 +330,8 @@ class Leadership:
         waiting = explained(waiting, workers, self._pending.batcher.silence(self._pending.now), gateways)
         waiting = while_starting(waiting, self._processes)
         if waiting is not None:
-            waiting = full_disk(self._beats.get("rank", {})) or waiting
-        missing = scorers_missing(self._pending.batcher.needs, self._beats.get("scorer", {}))
+            waiting = full_disk(self._processes) or waiting
+        missing = scorers_missing(self._pending.batcher.needs, self._processes)
         self._teller.say(
             waiting,
             self._state,

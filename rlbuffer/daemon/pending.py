@@ -23,8 +23,6 @@ from rlbuffer.store.records import LeaderRead, PoolEntry
 
 POOL_PAGE = 1000
 """Pool entries per read."""
-RANK_FRESH_SECONDS = 10.0
-"""Ranks beat every second; one that is silent for longer may be of a trainer that is gone."""
 _NUMBER = re.compile(r"[0-9]{1,15}\Z")
 """Number of a ticket: its group is called ``<env>.<number>``."""
 
@@ -211,9 +209,8 @@ class Pending:
             self._used.discard(entry_id)
 
 
-def untrainable(infos: Mapping[str, GroupInfo], beats: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Pushes that the ranks of these heartbeats cannot train, by their metadata alone. -> entry id -> why."""
-    can = Trainable.of(beat for beat in beats if beat["seconds_ago"] <= RANK_FRESH_SECONDS)
+def untrainable(infos: Mapping[str, GroupInfo], can: Trainable) -> dict[str, str]:
+    """Pushes that ranks which `can` train so much cannot train, by their metadata alone. -> entry id -> why."""
     refusals = {
         key: can.refusal(
             adapter=info.adapter, largest_token=int(np.frombuffer(info.rows, ROW_DTYPE)["largest_token"].max())

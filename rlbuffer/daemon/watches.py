@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.config.batcher import BatcherConfig
@@ -16,7 +15,7 @@ from rlbuffer.daemon.strays import Strays
 from rlbuffer.errors import LeaseLost, RlbufferError
 from rlbuffer.process.logs import fields
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
-from rlbuffer.state.heartbeats import FRESH_SECONDS
+from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.text import plural
 from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.leader import LeaderStore
@@ -289,24 +288,17 @@ def is_silent(trainer: Attempt) -> bool:
     return (trainer.seen_seconds_ago or 0.0) > TRAINER_SILENT_SECONDS
 
 
-def full_disk(ranks: Mapping[str, Mapping[str, Any]]) -> Waiting | None:
-    """The reason of a rank, by its heartbeat, that has no room for what it writes; None where all have."""
-    fresh = (beat for beat in ranks.values() if beat["seconds_ago"] <= FRESH_SECONDS)
-    reasons = (Waiting.of(beat.get("waiting")) for beat in fresh)
+def full_disk(processes: Iterable[Process]) -> Waiting | None:
+    """The reason of a rank that has no room for what it writes; None where all have."""
+    reasons = (process.waiting for process in processes if process.kind == "rank" and process.is_fresh)
     return next((waiting for waiting in reasons if waiting is not None and waiting.kind is Wait.DISK), None)
 
 
-def scorers_missing(needs: Mapping[tuple[str, str], int], scorers: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
+def scorers_missing(needs: Mapping[tuple[str, str], int], processes: Iterable[Process]) -> list[Problem]:
     """A problem for each need of pending groups ((env, need) -> groups) that no living scorer gives."""
-    beats = [beat for beat in scorers.values() if beat["seconds_ago"] <= FRESH_SECONDS]  # its claims are lost, too
+    scorers = [each for each in processes if each.kind == "scorer" and each.is_fresh]  # else its claims are lost, too
     return [
         Problem(kind=Trouble.NO_SCORER, env=env, count=count, detail=need)
         for (env, need), count in sorted(needs.items())
-        if not any(_gives(beat, env, need) for beat in beats)
+        if not any(need in scorer.gives and (not scorer.envs or env in scorer.envs) for scorer in scorers)
     ]
-
-
-def _gives(beat: Mapping[str, Any], env: str, need: str) -> bool:
-    """Any process may write a heartbeat, so nothing in it is certain to be there."""
-    gives, envs = beat.get("gives"), beat.get("envs")
-    return isinstance(gives, list) and need in gives and (not envs or (isinstance(envs, list) and env in envs))

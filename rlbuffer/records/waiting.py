@@ -6,14 +6,13 @@ that says it, as a map of the fields that are set.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 from rlbuffer.errors import clause
 from rlbuffer.records.checks import escaped
+from rlbuffer.records.readable import readable
 
 
 class Wait(StrEnum):
@@ -112,28 +111,16 @@ UNWELL = frozenset({Cause.DROPPED, Cause.TROUBLE, Cause.NO_WORKER})
 """Somebody may have to do something."""
 
 
-def sound(cls: type[Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record in a map: those of the type of their default. Anybody may have written it."""
-    found: dict[str, Any] = {}
-    for field in fields(cls):
-        value: Any = record.get(field.name)
-        kind: type[Any] = type(field.default)
-        if type(value) is kind or (kind is float and type(value) is int):
-            found[field.name] = float(value) if kind is float else value
-    return {name: value for name, value in found.items() if not isinstance(value, float) or math.isfinite(value)}
-
-
 class _Said:
     """A record that travels in a heartbeat."""
 
     __slots__ = ()
-    kinds: ClassVar[type[StrEnum]]
 
     @classmethod
     def of(cls, value: Any) -> Self | None:
-        """The record in a heartbeat; None where it is none. Anybody may have written it."""
-        kind = value.get("kind") if isinstance(value, Mapping) else None
-        return cls(**sound(cls, value) | {"kind": cls.kinds(kind)}) if kind in list(cls.kinds) else None
+        """The record in a heartbeat; None where it has no kind. Anybody may have written it."""
+        found = readable(cls, value)
+        return cls(**found) if "kind" in found else None
 
     def record(self) -> dict[str, Any]:
         """The fields that are set."""
@@ -146,7 +133,6 @@ class _Said:
 class Waiting(_Said):
     """One process's wait. Fields that a kind does not use are left at their defaults."""
 
-    kinds = Wait
     kind: Wait
     step: int = 0
     """The step that is waited for."""
@@ -231,7 +217,6 @@ class Trouble(StrEnum):
 class Problem(_Said):
     """One thing to cure, beside what is waited for."""
 
-    kinds = Trouble
     kind: Trouble
     env: str = ""
     worker: str = ""

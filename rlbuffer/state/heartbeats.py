@@ -1,7 +1,7 @@
 """What heartbeats say: what a process does, why it waits, and what somebody must cure.
 
-Any process may write a heartbeat, so nothing in it is certain to be there, nor of a type: each field is checked, and
-one of another type counts as not said.
+Any process may write a heartbeat, so nothing in it is certain to be there, nor of a type:
+:mod:`rlbuffer.records.readable` takes what is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from rlbuffer.records.readable import readable
 from rlbuffer.records.waiting import (
     AT_REST,
     FINAL,
@@ -22,9 +23,8 @@ from rlbuffer.records.waiting import (
     Trouble,
     Wait,
     Waiting,
-    sound,
 )
-from rlbuffer.state.metric import Kind, Metric, is_number, metrics
+from rlbuffer.state.metric import Kind, Metric, metrics
 from rlbuffer.state.text import counted, duration
 
 FRESH_SECONDS = 8.0
@@ -122,6 +122,8 @@ class Process:
     tokens_per_second: float = 0.0
     gives: tuple[str, ...] = ()
     """What a scorer adds."""
+    envs: tuple[str, ...] = ()
+    """Envs that it adds that to; (): all."""
     sampling: int = 0
     """Groups that a worker makes now."""
     # -- a gateway's own
@@ -171,18 +173,13 @@ class Process:
     @classmethod
     def of(cls, kind: str, name: str, beat: Beat, *, seconds_ago: float | None = None) -> Self:
         """The process of a heartbeat; `seconds_ago`: where the record does not have it."""
-        gives, problems = beat.get("gives"), beat.get("problems")
+        problems = beat.get("problems")
         return cls(
-            **sound(cls, beat)
+            **readable(cls, beat)
             | {
                 "kind": kind,
                 "name": name,
                 "seconds_ago": beat["seconds_ago"] if seconds_ago is None else seconds_ago,
-                "failures": counts_of(beat.get("failures")),
-                "weights_seconds": _numbers_of(beat.get("weights_seconds")),
-                "weights_bytes": counts_of(beat.get("weights_bytes")),
-                "open_rollouts": counts_of(beat.get("open_rollouts")),
-                "gives": tuple(map(str, gives)) if isinstance(gives, list) else (),
                 "has_stopped": bool(beat.get("left") or beat.get("stopped")),
                 "waiting": Waiting.of(beat.get("waiting")),
                 "problems": tuple(filter(None, map(Problem.of, problems))) if isinstance(problems, list) else (),
@@ -223,16 +220,6 @@ class Process:
 def processes(kind: str, beats: Mapping[str, Beat]) -> tuple[Process, ...]:
     """The processes of one kind, by name."""
     return tuple(Process.of(kind, name, beat) for name, beat in sorted(beats.items()))
-
-
-def counts_of(counts: Any) -> dict[str, int]:
-    """Counts by name that a heartbeat says, such as kind of error -> groups; what is no count is left out."""
-    return {str(name): n for name, n in counts.items() if type(n) is int} if isinstance(counts, Mapping) else {}
-
-
-def _numbers_of(numbers: Any) -> dict[str, float]:
-    """Numbers by name that a heartbeat says; what is none is left out."""
-    return {str(name): n for name, n in numbers.items() if is_number(n)} if isinstance(numbers, Mapping) else {}
 
 
 def batcher_waiting(

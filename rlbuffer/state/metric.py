@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Any, Literal
 
+from rlbuffer.records.readable import readable
+
 SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 AGES = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
@@ -65,33 +67,14 @@ def metrics_of(cls: Any) -> Iterator[tuple[str, Metric]]:
 
 def said_in(cls: Any, record: Any) -> dict[str, Any]:
     """The fields of a record that a heartbeat says. Anybody may have written it: another type is left out."""
-    out: dict[str, Any] = {}
-    for part in fields(cls):
-        if part.metadata.get("is_said") and isinstance(record, Mapping) and part.name in record:
-            (each,) = part.metadata["metrics"]
-            value = _sound(each, record[part.name])
-            if value is not None:
-                out[part.name] = value
-    return out
+    said = {part.name: part.metadata["metrics"][0] for part in fields(cls) if part.metadata.get("is_said")}
+    found = {name: value for name, value in readable(cls, record).items() if name in said and value is not None}
+    return {name: value for name, value in found.items() if not (said[name].bounds and _is_other(said[name], value))}
 
 
-def _sound(each: Metric, value: Any) -> Any:
-    if not each.labels and each.kind != "histogram":
-        return value if is_number(value) else None
-    if not isinstance(value, Mapping):
-        return None
-    if each.kind != "histogram":
-        return _numbers(value)
-    buckets, bounds = value.get("buckets"), [*map(str, each.bounds), "+Inf"]
-    if not isinstance(buckets, Mapping) or list(buckets) != bounds or len(_numbers(buckets)) < len(bounds):
-        return None
-    if not is_number(value.get("sum")) or not is_number(value.get("count")):
-        return None
-    return {"buckets": dict(buckets), "sum": value["sum"], "count": value["count"]}
-
-
-def _numbers(value: Mapping[Any, Any]) -> dict[str, Any]:
-    return {name: number for name, number in value.items() if isinstance(name, str) and is_number(number)}
+def _is_other(each: Metric, histogram: Mapping[str, Any]) -> bool:
+    """It has other buckets than the metric."""
+    return bool(histogram) and list(histogram["buckets"]) != [*map(str, each.bounds), "+Inf"]
 
 
 def is_number(value: Any) -> bool:

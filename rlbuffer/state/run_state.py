@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from rlbuffer.records.waiting import Problem, Waiting
 from rlbuffer.state.heartbeats import GATEWAY, LEADER, Process
@@ -16,8 +16,15 @@ from rlbuffer.state.metric import AGES, LENGTHS, REWARDS, SECONDS, SHORT_SECONDS
 from rlbuffer.state.step_record import StepRecord
 
 SCHEMA = "rlbuffer.run/2"
-Histogram = Mapping[str, Any]
-"""``{"buckets": {bound: values up to it}, "sum": ..., "count": ...}``; {}: nothing is known."""
+
+
+class Histogram(TypedDict):
+    """What has been counted; {} where nothing is known."""
+
+    buckets: dict[str, int]
+    """Bound -> values up to it."""
+    sum: float
+    count: int
 
 
 class Amount(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import ColumnSpec, misfit
 from rlbuffer.records.info import RolloutInfo
+from rlbuffer.records.readable import readable
 from rlbuffer.records.rollout import TokenSequence
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.viewer import FETCH_BYTES, Viewer, chunks
@@ -29,10 +30,10 @@ class Trainable:
 
     @classmethod
     def of(cls, beats: Iterable[Mapping[str, Any]]) -> Trainable:
-        """The rollouts that all ranks of these heartbeats can train, columns aside. No field is certain to be there."""
-        beats = tuple(beats)
-        sizes = [beat["vocabulary"] for beat in beats if isinstance(beat.get("vocabulary"), int)]
-        return cls(vocabulary=min(sizes, default=None), adapters=all(beat.get("adapters", True) for beat in beats))
+        """The rollouts that all ranks of these heartbeats can train, columns aside."""
+        ranks = [cls(**readable(cls, beat)) for beat in beats]
+        sizes = [rank.vocabulary for rank in ranks if rank.vocabulary is not None]
+        return cls(vocabulary=min(sizes, default=None), adapters=all(rank.adapters for rank in ranks))
 
     def record(self) -> dict[str, Any]:
         """The fields for a heartbeat."""
