@@ -95,6 +95,9 @@ class Daemon:
         """Leads until `stop` is set or the run has ended; stands by while another leads, and takes over when the server
         comes back.
 
+        Not :func:`~rlbuffer.process.serving.serve_until_stopped`: no event loop runs here, a server that is away and a
+        lost lease end a lead as a run that is gone does, and what is fatal is told to the ranks.
+
         Raises:
             ConfigError: the run was started with other settings and `replace_config` is not set; or a function of the
                 user's own that the settings name failed. Every waiting rank hears of the latter, too.

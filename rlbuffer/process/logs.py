@@ -162,7 +162,10 @@ def _print_itself() -> None:
 
 class _Output(io.BufferedIOBase):
     """A descriptor that a thread writes to. What comes while too much waits for the reader is left out; a line says how
-    much, as soon as the reader has the rest."""
+    much, as soon as the reader has the rest.
+
+    `logging.handlers.QueueListener` would write log records alone: what is printed, and a traceback, would wait for the
+    reader. Its `stop` waits for one that does not read for ever."""
 
     def __init__(self, number: int) -> None:
         self.name = number  # as `io.FileIO` has it

@@ -1,4 +1,5 @@
-"""The loop of a process that serves a run until it is stopped: one for workers and scorers.
+"""The loop of a process that serves a run until it is stopped: one for workers and scorers. Who leads a run is stopped
+by other errors (:meth:`rlbuffer.daemon.loop.Daemon.run`), and who reads it hears them.
 
 ::
 
