@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Any, Literal
@@ -67,14 +67,14 @@ def metrics_of(cls: Any) -> Iterator[tuple[str, Metric]]:
 
 def said_in(cls: Any, record: Any) -> dict[str, Any]:
     """The fields of a record that a heartbeat says. Anybody may have written it: another type is left out."""
-    said = {part.name: part.metadata["metrics"][0] for part in fields(cls) if part.metadata.get("is_said")}
-    found = {name: value for name, value in readable(cls, record).items() if name in said and value is not None}
-    return {name: value for name, value in found.items() if not (said[name].bounds and _is_other(said[name], value))}
+    by_field = {part.name: part.metadata["metrics"][0] for part in fields(cls) if part.metadata.get("is_said")}
+    found = {name: value for name, value in readable(cls, record).items() if name in by_field and value is not None}
+    return {name: value for name, value in found.items() if not _is_other(by_field[name], value)}
 
 
-def _is_other(each: Metric, histogram: Mapping[str, Any]) -> bool:
-    """It has other buckets than the metric."""
-    return bool(histogram) and list(histogram["buckets"]) != [*map(str, each.bounds), "+Inf"]
+def _is_other(each: Metric, histogram: Any) -> bool:
+    """It is a histogram of other buckets than the metric's."""
+    return bool(each.bounds) and list(histogram["buckets"]) != [*map(str, each.bounds), "+Inf"]
 
 
 def is_number(value: Any) -> bool:

@@ -18,7 +18,7 @@ from rlbuffer.state.step_record import StepRecord
 SCHEMA = "rlbuffer.run/2"
 
 
-class Histogram(TypedDict):
+class HistogramRecord(TypedDict):
     """What has been counted; {} where nothing is known."""
 
     buckets: dict[str, int]
@@ -114,15 +114,19 @@ class EnvState:
     rollouts_failed: Mapping[str, int] = _said(
         "rollouts_failed_total", "Failed attempts among what was pushed.", "counter", labels="kind"
     )
-    age: Histogram = _said("age_versions", "Age of each trained rollout, in the step that trains it.", bounds=AGES)
-    wait: Histogram = _said("wait_seconds", "From the push to the step, of each push that a step took.", bounds=SECONDS)
-    response_tokens: Histogram = _said(
+    age: HistogramRecord = _said(
+        "age_versions", "Age of each trained rollout, in the step that trains it.", bounds=AGES
+    )
+    wait: HistogramRecord = _said(
+        "wait_seconds", "From the push to the step, of each push that a step took.", bounds=SECONDS
+    )
+    response_tokens: HistogramRecord = _said(
         "response_tokens", "Tokens behind the prompt, of each rollout that a step took.", bounds=LENGTHS
     )
-    packed_tokens: Histogram = _said(
+    packed_tokens: HistogramRecord = _said(
         "packed_rollout_tokens", "Length of each rollout that a step took.", bounds=LENGTHS
     )
-    dropped_tokens: Histogram = _said(
+    dropped_tokens: HistogramRecord = _said(
         "dropped_rollout_tokens", "Length of each rollout of a push that was dropped whole.", bounds=LENGTHS
     )
     length_distance: float | None = _said(
@@ -131,7 +135,7 @@ class EnvState:
         "trained or came too late.",
     )
     long_trained: float | None = _said("long_trained_ratio", "Trained of the longest tenth of the same groups.")
-    prompt_reward: Histogram = _said(
+    prompt_reward: HistogramRecord = _said(
         "prompt_reward", "Mean reward of each pushed group: how hard prompts are.", bounds=REWARDS
     )
 
@@ -195,7 +199,7 @@ class RunState:
     batches: Mapping[str, int] = _said(
         "batches_total", "Steps since the leader leads, by the rule that closed them.", "counter", labels="closed_by"
     )
-    build: Histogram = _said(
+    build: HistogramRecord = _said(
         "batch_build_seconds", "From the first look at the pool to the commit.", bounds=SHORT_SECONDS
     )
     waiting: Waiting | None = None
