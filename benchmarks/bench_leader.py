@@ -205,7 +205,7 @@ def fill(store: EveryRole, groups: int) -> None:
         with store.connection.client.pipeline(transaction=False) as pipe:
             for number in range(start, min(start + PAGE, groups)):
                 info = make_info(number, drawn[number])
-                info = replace(info, rollouts=tuple(replace(r, size=len(PAYLOAD)) for r in info.rollouts))
+                info = replace(info, rollouts=tuple(r.changed(size=len(PAYLOAD)) for r in info.rollouts))
                 pipe.hset(
                     keys.payload(info.group_id, f"u.{number}"), mapping={str(i): PAYLOAD for i in range(GROUP_SIZE)}
                 )

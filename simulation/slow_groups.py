@@ -49,9 +49,10 @@ class Watched(Batcher):
                 continue
             order = len(name), name
             for push in plan.rollouts.pushes:
-                is_behind = push.env == env and (len(push.group_id), push.group_id) > order
-                if is_behind or not self._is_last(push.env, push.group_id, step):
-                    self.fail("slow", f"step {step} waited for {name}, and takes {push.group_id} in its place")
+                group_id = push.info.group_id
+                is_behind = push.info.env == env and (len(group_id), group_id) > order
+                if is_behind or not self._is_last(push.info.env, group_id, step):
+                    self.fail("slow", f"step {step} waited for {name}, and takes {group_id} in its place")
                     return
 
     def _is_last(self, env: str, name: str, step: int) -> bool:

@@ -190,7 +190,7 @@ def _member(underway: Underway, calls: Sequence[OpenCall], version: int) -> Roll
     opened, end = underway.rollout, underway.rollout.end or End()
     rollout = _rollout(opened, calls, end) if calls else None
     if rollout is not None:
-        return replace(view_of(infos_of([rollout])[0], rollout), underway=underway)
+        return view_of(infos_of([rollout])[0], rollout).changed(underway=underway)
     oldest = version if opened.oldest_version is None else opened.oldest_version
     info = RolloutInfo(
         rollout_id=opened.name,
@@ -202,7 +202,7 @@ def _member(underway: Underway, calls: Sequence[OpenCall], version: int) -> Roll
         min_version=oldest,
         max_version=oldest,
     )
-    return replace(view_of(info, None), failure=end.failure, underway=underway)
+    return view_of(info, None).changed(failure=end.failure, underway=underway)
 
 
 def _rollout(opened: OpenRollout, calls: Sequence[OpenCall], end: End) -> Rollout | None:

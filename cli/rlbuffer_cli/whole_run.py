@@ -230,4 +230,4 @@ def _member(
         None if row["rank"] is None else row["step"],
         places.get((refs[0].payload_key, refs[0].index)),
     )
-    return replace(view, left_out=row.get("left_out") or "")
+    return view.changed(left_out=row.get("left_out") or "")

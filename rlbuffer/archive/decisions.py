@@ -15,7 +15,6 @@ from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Decision
 from rlbuffer.store.keys import Keys
-from rlbuffer.store.planned import Planned
 from rlbuffer.store.records import Meta, PoolEntry
 from rlbuffer.store.step_format import encoded_header, encoded_parts, header_record, left_out, step_digest
 
@@ -75,7 +74,7 @@ def _info_of(members: Sequence[ArchivedRollout]) -> GroupInfo:
     if not any(its["problem"] for member in members for its in member.rows):
         info = next(pushes_of(members, [])).info()
         pairs = zip(info.rollouts, members, strict=True)
-        rollouts = tuple(replace(r, size=m.row["size"], checksum=m.row["checksum"]) for r, m in pairs)
+        rollouts = tuple(r.changed(size=m.row["size"], checksum=m.row["checksum"]) for r, m in pairs)
         return replace(info, planned_size=row["planned_size"], rollouts=rollouts, seconds=row["seconds"])
     return GroupInfo(
         group_id=row["group_id"],
@@ -116,9 +115,7 @@ def digest_again(
     assert decision.plan is not None
     prefix = Keys(archive.run).payload_prefix
     used = {use.entry_id: _entry(pushes[use.entry_id]) for use in decision.plan.entries}
-    planned = Planned(decision.plan, used)
-    infos = {entry_id: pushes[entry_id].info for entry_id in used}
-    columns, _ = agree(decision.plan, infos)
+    columns, _ = agree(decision.plan)
     meta = Meta(
         schema=0,
         epoch=step.epoch,
@@ -131,8 +128,10 @@ def digest_again(
         checkpoint_now=header.checkpoint_now,
         revision=step.revision,
     )
-    record = header_record(planned, meta, decision.waiting_for_version, columns) | left_out(planned, prefix)
-    return step_digest(step.previous_digest, encoded_header(record), [*encoded_parts(planned, prefix)])
+    record = header_record(decision.plan, meta, decision.waiting_for_version, columns)
+    record |= left_out(decision.plan, used, prefix)
+    parts = [*encoded_parts(decision.plan, used, prefix)]
+    return step_digest(step.previous_digest, encoded_header(record), parts)
 
 
 def _entry(push: RecordedPush) -> PoolEntry:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -461,7 +461,7 @@ def _groups_in(rows: Iterable[Mapping[str, Any]], step: ArchivedStep) -> Iterato
 
 def _ref_of(row: Mapping[str, Any], sequences: int) -> PartRollout:
     """A row's sequence, of a rollout of so many."""
-    numbers = {part.name: row[part.name] for part in fields(RolloutNumbers) if part.name in row}
+    numbers = {name: row[name] for name in RolloutNumbers.__struct_fields__ if name in row}
     return PartRollout(
         payload_key=row["payload_key"],
         index=row["index"],

@@ -23,7 +23,7 @@ from rlbuffer.records.columns import REQUIRED_COLUMNS, trained_advantage
 from rlbuffer.records.info import RolloutInfo
 from rlbuffer.store.records import PartRollout
 from rlbuffer.wire.encoding import joined
-from rlbuffer.wire.payload import Announced, Payload, decode
+from rlbuffer.wire.payload import Payload, decode
 
 MISSING = "its payload is missing"
 PENDING = "it was pending: its payload is not copied"
@@ -128,7 +128,7 @@ def _opened(source: Source) -> tuple[Payload | None, RolloutInfo, str]:
             raise PayloadError("invalid rollout payload: a mark of the loss mask is neither 0 nor 1")
     except PayloadError as error:
         return None, info, str(error)
-    return its, info if info.checksum else RolloutInfo(**Announced._make(its.said)._asdict()), ""
+    return its, info if info.checksum else its.info, ""
 
 
 def _scalars(source: Source, parts: Payload | None, info: RolloutInfo, problem: str) -> dict[str, Any]:

@@ -13,11 +13,9 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-import numpy as np
-
-from rlbuffer.records.info import ROW_DTYPE, GroupInfo, RolloutInfo, are_flat
+from rlbuffer.records.info import GroupInfo, RolloutInfo, are_flat
 from rlbuffer.records.states import Reason
-from rlbuffer.records.step_plan import Drop, EntryUse, PlannedPush
+from rlbuffer.records.step_plan import Drop, EntryUse
 from rlbuffer.state.text import counted, plural
 
 REWARD = "reward"
@@ -60,8 +58,7 @@ class Part(NamedTuple):
     @property
     def rows(self) -> bytes:
         """Their numbers: a :data:`~rlbuffer.records.info.ROW` for each sequence."""
-        rows = self.info.rows
-        return np.frombuffer(rows, ROW_DTYPE)[self.places].tobytes() if self.left_out else rows
+        return self.info.rows_of(self.places) if self.left_out else self.info.rows
 
     @property
     def dropped(self) -> tuple[tuple[Reason, int, int], ...]:
@@ -138,12 +135,6 @@ class Group:
         """The rollouts that have joined, in order of arrival."""
         by_part = [part.rollouts for part in self.parts.values()]
         return by_part[0] if len(by_part) == 1 else [rollout for rollouts in by_part for rollout in rollouts]
-
-    @property
-    def pushes(self) -> list[tuple[PlannedPush, GroupInfo]]:
-        """Their places, by push."""
-        about = self.group_id, self.env, self.adapter
-        return [(PlannedPush(key, *about, part.places), part.info) for key, part in self.parts.items() if part.kept]
 
     @property
     def lengths(self) -> list[int]:
@@ -303,11 +294,11 @@ class Group:
         return [
             EntryUse(
                 entry_id=entry_id,
-                env=self.env,
+                info=part.info,
+                places=part.places,
                 packed_rollouts=len(part.kept),
                 packed_tokens=part.tokens,
                 dropped=() if self.used else part.dropped,
-                group_id=self.group_id,
                 uses=self.used,
                 is_kept=self.used + 1 < max_uses,
                 left_out=() if self.used else part.left_out,

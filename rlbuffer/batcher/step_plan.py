@@ -22,7 +22,7 @@ from rlbuffer.batcher.group import Group
 from rlbuffer.config.batcher import BatcherConfig, compares
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.planner import plan
-from rlbuffer.records.info import IS_TRUNCATED, ROW_DTYPE, rollouts_of, sequences_of
+from rlbuffer.records.info import IS_TRUNCATED, ROW_DTYPE, rollouts_of
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, PlannedRollouts, StepPlan
 
@@ -176,19 +176,18 @@ def step_plan(
 ) -> StepPlan:
     """The step that trains `groups` with these `advantages` of their rollouts, laid out as `rows`; every entry
     accounted. `flat` of them teach nothing."""
-    sequences, masks = _rows(groups), config.truncated == "mask"
-    loss_tokens = _trained(_numbers(groups, sequences), config)
+    uses = [use for group in groups for use in group.uses(config.max_uses)]
+    rollouts = PlannedRollouts(uses, masks=config.truncated == "mask")
+    loss_tokens = _trained(rollouts.numbers, config)
     return StepPlan(
         step=step,
         group_ids=tuple(group.group_id for group in groups),
-        rollouts=PlannedRollouts([push for group in groups for push in group.pushes], masks=masks),
-        advantages=np.repeat(advantages, sequences_of(sequences)),
+        rollouts=rollouts,
+        advantages=np.repeat(advantages, rollouts.sequences),
         plan=rows,
         normalizers=Normalizers(loss_tokens=int(loss_tokens.sum()), rollouts=len(loss_tokens), groups=len(groups)),
         tokens=sum(group.tokens for group in groups),
         closed_by=closed_by,
-        entries=tuple(use for group in groups for use in group.uses(config.max_uses)),
         adapters=progress,
-        masks_truncated=masks,
         flat=flat,
     )

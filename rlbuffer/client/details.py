@@ -88,7 +88,7 @@ def detail_of(
         )
         for sequences in rollouts
     )
-    members = tuple(replace(m, left_out=Reason.UNUSED) if m.rollout_id in unused else m for m in members)
+    members = tuple(m.changed(left_out=Reason.UNUSED) if m.rollout_id in unused else m for m in members)
     if view.step is not None and view.state is not State.DROPPED:
         members += tuple(_left_out(store, view.step, refs))
         view = replace(view, detail=left_out_in_words(members))
@@ -133,7 +133,7 @@ def _left_out(store: Viewer, step: int, refs: Sequence[PartRollout]) -> Iterator
     for rollout in filter(None, payload.decode_rollouts(payloads)):
         if rollout.rollout_id not in seen:
             seen.add(rollout.rollout_id)
-            yield replace(view_of(infos_of([rollout])[0], rollout), left_out=reasons[rollout.rollout_id])
+            yield view_of(infos_of([rollout])[0], rollout).changed(left_out=reasons[rollout.rollout_id])
 
 
 def stand_ins(sources: Sequence[PoolEntry | PartRollout]) -> list[PartRollout]:

@@ -134,7 +134,7 @@ def left_out_of(store: Viewer, step: int, refs: Sequence[PartRollout]) -> list[t
         return []
     pushes = {ref.payload_key: ref for ref in refs}
     return [
-        (replace(ref, index=index, info=replace(ref.info, size=0), advantage=0.0), reason)
+        (replace(ref, index=index, info=ref.info.changed(size=0), advantage=0.0), reason)
         for key, ref in pushes.items()
         for index, reason in header.left_out.get(key.removeprefix(store.keys.payload_prefix), ())
     ]

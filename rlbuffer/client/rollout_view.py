@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,8 +50,7 @@ class Underway(NamedTuple):
     """Unix seconds, the server's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutView(RolloutNumbers):
+class RolloutView(RolloutNumbers, frozen=True, kw_only=True):
     """One rollout of a group, or one of its sequences; `rollout` is its payload, None when it is gone or damaged."""
 
     advantage: float | None
@@ -106,8 +105,7 @@ class RolloutView(RolloutNumbers):
     def _of(self, whole: Rollout, number: int) -> RolloutView:
         sequence, name = whole.sequences[number], f"{self.rollout_id}.{number}"
         values = {f.name: getattr(sequence, f.name) for f in fields(TokenSequence)}
-        return replace(
-            self,
+        return self.changed(
             **own_numbers(whole, sequence),
             rollout_id=name,
             logprob_mean=logprob_mean([sequence]),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
@@ -250,7 +249,7 @@ def with_text(member: RolloutView, text_of: TextOf | None) -> RolloutView:
     if member.text is not None or member.rollout is None or text_of is None:
         return member
     texts = [text for sequence in member.rollout.sequences if (text := text_of(sequence)) is not None]
-    return replace(member, text="\n".join(texts) if texts else None)
+    return member.changed(text="\n".join(texts) if texts else None)
 
 
 def _candidates(sources: GroupSource, of_info: Filter, is_of_step: bool) -> list[_Sequences]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Normalizers, Plan
 from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.text import printable
-from rlbuffer.store.part_rollouts import PartRollouts
+from rlbuffer.store.part_rollouts import PartRollouts, StepPart
 from rlbuffer.store.payloads import Trainable, opened, sound
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.viewer import GROUP_FIELD, Viewer, chunks
@@ -46,16 +46,6 @@ NAMED_SOURCES = 3
 """Envs and workers that are named of a step's damaged rollouts."""
 NO_METADATA = (b"\x80", b"\xc0")
 """An empty table, and nothing, as payloads have them."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """One rank's part of a step, before its payloads are read."""
-
-    rows: Sequence[Any]
-    """Per micro-step: tuple of rows, each a tuple of indices into `rollouts`; () is a dummy."""
-    rollouts: PartRollouts
-    row_tokens: int
 
 
 class StepPull:
@@ -79,7 +69,7 @@ class StepPull:
         self._pad_to_multiple_of = pad_to_multiple_of
 
     @without_garbage_collection()
-    def part(self, header: StepHeader) -> RankPart:
+    def part(self, header: StepHeader) -> StepPart:
         """This rank's rows of a step: its own part, or at another world size its rows of the parts that hold them.
 
         Raises:
@@ -88,9 +78,9 @@ class StepPull:
         if header.world_size != self._world_size:
             return self._dealt_again(header)
         (part,) = self._store.read_parts(header.step, [self._rank])
-        return RankPart(part.rows, part.rollouts, part.row_tokens)
+        return part
 
-    def _dealt_again(self, header: StepHeader) -> RankPart:
+    def _dealt_again(self, header: StepHeader) -> StepPart:
         """The rows that `redeal` gives to this rank, of all parts: the step was planned for other ranks."""
         parts = self._store.read_parts(header.step)
         firsts = np.cumsum([0, *(len(part.rollouts) for part in parts)]).tolist()
@@ -104,12 +94,15 @@ class StepPull:
             row_tokens=parts[0].row_tokens,
             rows_per_micro_batch=parts[0].rows_per_micro_batch,
         )
-        dealt = [step[self._rank] for step in redeal(planned, self._world_size).rows]
-        rollouts = PartRollouts.joined(part.rollouts for part in parts)
-        return RankPart(dealt, rollouts, parts[0].row_tokens)
+        return replace(
+            parts[0],
+            rank=self._rank,
+            rollouts=PartRollouts.joined(part.rollouts for part in parts),
+            rows=tuple(step[self._rank] for step in redeal(planned, self._world_size).rows),
+        )
 
     @without_garbage_collection()
-    def step(self, header: StepHeader, part: RankPart) -> tuple[Step, list[tuple[PartRollout, str]]]:
+    def step(self, header: StepHeader, part: StepPart) -> tuple[Step, list[tuple[PartRollout, str]]]:
         """The step, and the rollouts in it that are masked padding because they cannot be trained, each with the
         reason."""
         schema = specs_of(header.columns)
@@ -127,7 +120,7 @@ class StepPull:
         masked = {i for i, is_truncated in enumerate(truncated) if is_truncated}
         made = Assembly(part.rows, rollouts.table["length"].tolist(), rollouts.of_push("adapter"), layout, masked)
         pulled = Pulled(rollouts, masked)
-        for chunk in chunks([rollouts.announced[item].size if item >= 0 else 0 for item in made.items], CHUNK_BYTES):
+        for chunk in chunks([rollouts.infos[item].size if item >= 0 else 0 for item in made.items], CHUNK_BYTES):
             self._take(made, chunk, rollouts, schema, pulled)
         samples = Samples(rollouts, pulled)
         micro_batches = made.micro_batches(rollouts.table["advantage"].tolist(), samples)
@@ -159,12 +152,12 @@ class StepPull:
         keys, names, adapters = pulled.keys, pulled.names, pulled.adapters
         request: dict[str, dict[str, int]] = {}
         for i in items:
-            request.setdefault(keys[i], {GROUP_FIELD: 0})[names[i]] = rollouts.announced[i].size
+            request.setdefault(keys[i], {GROUP_FIELD: 0})[names[i]] = rollouts.infos[i].size
         values = self._store.read_fields(request)
         pulled.groups.update({key: values[key, GROUP_FIELD] for key in request})
         read: dict[int, Payload] = {}
         for i in items:
-            rollout_payload = opened(values[keys[i], names[i]], rollouts.announced[i], adapters[i], schema, self._can)
+            rollout_payload = opened(values[keys[i], names[i]], rollouts.infos[i], adapters[i], schema, self._can)
             if isinstance(rollout_payload, str):
                 pulled.damaged[i] = rollout_payload
             else:

@@ -26,7 +26,6 @@ from rlbuffer.records.waiting import Problem, Trouble
 from rlbuffer.state.lengths import BY_TIME, Lengths
 from rlbuffer.state.metric import SHORT_SECONDS, Metric, metrics_of
 from rlbuffer.state.run_state import EnvState
-from rlbuffer.store.planned import Planned
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.wire.metadata import names_of
 
@@ -232,12 +231,12 @@ class EnvStats:
 
     def _of_plan(self, plan: StepPlan, entries: Mapping[str, PoolEntry], header: StepHeader) -> dict[str, float]:
         """-> env -> mean tokens behind the prompt."""
-        planned, means = Planned(plan, entries), dict[str, float]()
-        packed = planned.numbers["length"].astype(np.int64)
-        responses = packed - planned.numbers["prompt_tokens"]
-        for name, places in planned.by_env.items():
+        rollouts, ages, means = plan.rollouts, plan.ages(), dict[str, float]()
+        packed = rollouts.numbers["length"].astype(np.int64)
+        responses = packed - rollouts.numbers["prompt_tokens"]
+        for name, places in rollouts.by_env.items():
             histograms = self._env(name).histograms
-            histograms["age"].add(planned.ages[places])
+            histograms["age"].add(ages[places])
             histograms["packed_tokens"].add(packed[places])
             histograms["response_tokens"].add(responses[places])
             means[name] = float(responses[places].mean())

@@ -292,8 +292,8 @@ class Leadership:
         reason = "a payload is missing or of another size than its metadata says"
         broken = dict.fromkeys(self._store.pin(plan.rollouts, used), reason)
         if not broken:
-            infos = {key: entry.info for key, entry in used.items() if entry.info is not None}
-            columns, broken = agree(plan, infos, self._needed)
+            infos = {use.entry_id: use.info for use in plan.entries}
+            columns, broken = agree(plan, self._needed)
             broken |= untrainable(infos, self._can)
         if broken:
             self._pending.drop_broken(broken)

@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from rlbuffer.errors import PackingError
 from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, REQUIRED_COLUMNS
-from rlbuffer.records.info import ColumnKind, GroupInfo
+from rlbuffer.records.info import ColumnKind
 from rlbuffer.records.rollout import TokenArrays
 from rlbuffer.records.step_plan import StepPlan
 from rlbuffer.records.support import NO_TOKEN, SUPPORT, WIDEST
@@ -124,28 +124,25 @@ def _spec_of(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ColumnS
     return replace(spec, shape=shape) if spec.widest and len(shape) == 1 else spec
 
 
-def agree(plan: StepPlan, infos: Mapping[str, GroupInfo], needed: Sequence[str] = ()) -> tuple[Columns, dict[str, str]]:
+def agree(plan: StepPlan, needed: Sequence[str] = ()) -> tuple[Columns, dict[str, str]]:
     """The columns of a planned step, and which of its pushes do not fit them, with the reason.
 
     A column's trailing shape is the one that most rollouts come with, the earliest selected among equals; its dtype
     holds the values of all pushes with that shape. One whose rows may have any length is as wide as the widest.
-    `infos` by entry id; `needed` are columns that no push may lack.
+    `needed` are columns that no push may lack.
     """
-    sizes: dict[str, int] = {}
-    for push in plan.rollouts.pushes:
-        sizes[push.entry_id] = sizes.get(push.entry_id, 0) + len(push.places)
     votes: dict[str, dict[tuple[int, ...], int]] = {}
-    for entry_id, rollouts in sizes.items():
-        for name, _, shape in infos[entry_id].columns:
+    for use in plan.rollouts.pushes:
+        for name, _, shape in use.info.columns:
             if name != "advantages":
                 counts = votes.setdefault(name, {})
-                counts[shape] = counts.get(shape, 0) + rollouts
+                counts[shape] = counts.get(shape, 0) + len(use.places)
     shapes = {name: _shape_for(name, counts) for name, counts in votes.items()}
     shapes["advantages"] = ()
     dtypes: dict[str, list[str]] = {}
     odd: dict[str, str] = {}
-    for entry_id in sizes:
-        kinds = infos[entry_id].columns
+    for use in plan.rollouts.pushes:
+        entry_id, kinds = use.entry_id, use.info.columns
         misfit = next((kind for kind in kinds if not _goes_with(kind, shapes)), None)
         if misfit is not None:
             odd[entry_id] = _misfit(misfit, shapes)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -89,7 +90,7 @@ def own_numbers(rollout: Rollout, sequence: TokenSequence) -> dict[str, Any]:
 
 def numbers_of(info: RolloutInfo) -> dict[str, Any]:
     """The fields of :class:`RolloutNumbers`, by name."""
-    return {part.name: getattr(info, part.name) for part in fields(RolloutNumbers)}
+    return {name: getattr(info, name) for name in RolloutNumbers.__struct_fields__}
 
 
 def sequences_of(rows: NDArray[np.void]) -> NDArray[np.int64]:
@@ -114,9 +115,8 @@ FLAT_WITHIN = 1e-6
 numbers that a model gave in float32, differ by less."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutNumbers:
-    """What a push says of a rollout in numbers."""
+class RolloutNumbers(msgspec.Struct, frozen=True, kw_only=True):
+    """What a push says of a rollout in numbers. A pull makes and compares two for each payload."""
 
     rollout_id: str
     """Unique in its group."""
@@ -128,7 +128,7 @@ class RolloutNumbers:
     """Trained tokens."""
     reward: float | None
     """Scalar of at most 1e12, either sign, or None until scored."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Named components of the reward."""
     min_version: int
     """Oldest policy version that sampled a token."""
@@ -145,10 +145,14 @@ class RolloutNumbers:
     largest_token: int = 0
     """Largest token id."""
 
+    def changed(self, **values: Any) -> Self:
+        """The same with other values."""
+        return msgspec.structs.replace(self, **values)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutInfo(RolloutNumbers):
-    """One rollout as the batcher sees it."""
+
+class RolloutInfo(RolloutNumbers, frozen=True, kw_only=True, gc=False):
+    """One rollout, or one sequence of it, in numbers: as its push says them, as the batcher sees them, as a step's part
+    has them and as its payload has to have them."""
 
     failure: str = ""
     """Kind of the failure of an attempt that failed."""
@@ -270,6 +274,12 @@ class GroupInfo(_Unpacked):
         """Tokens of all rollouts in this push."""
         return self.totals.tokens
 
+    def rows_of(self, places: Sequence[int]) -> bytes:
+        """The numbers of the sequences in these payload fields: a :data:`ROW` for each."""
+        if places == range(self.totals.sequences):
+            return self.rows
+        return b"".join([self.rows[ROW.size * place : ROW.size * (place + 1)] for place in places])
+
     def places_of(self, rollouts: Sequence[int]) -> Sequence[int]:
         """The payload fields of the sequences of some rollouts, both by their place in the push."""
         if self.totals.sequences == self.totals.rollouts:
@@ -322,7 +332,7 @@ def folded(parts: Sequence[RolloutInfo]) -> RolloutInfo:
     values: dict[str, Any] = {
         n.name: _PYTHON_FOLDS[n.fold]([getattr(p, n.name) for p in parts]) for n in NUMBERS if n.fold != "first"
     }
-    return replace(parts[0], **values, parts=tuple(parts))
+    return parts[0].changed(**values, parts=tuple(parts))
 
 
 def are_flat(rewards: Collection[float | None]) -> bool:

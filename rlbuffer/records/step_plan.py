@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.info import HAS_REWARD, ROW_DTYPE, GroupInfo, rollouts_of, sequences_of
 from rlbuffer.records.lazy import LazyRecords
 from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.waiting import Waiting
@@ -77,50 +78,111 @@ class RolloutRef:
     """Oldest policy version that sampled a token."""
 
 
-class PlannedPush(NamedTuple):
-    """Consecutive rollouts of a step plan that lie in one push."""
+class EntryUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One pool entry, which is one push, as a step uses it; packed and dropped add up to the whole entry. A large step
+    has thousands."""
 
     entry_id: str
-    """Pool entry."""
-    group_id: str
-    env: str
-    adapter: str
+    info: GroupInfo
+    """What was pushed."""
     places: Sequence[int]
-    """Payload fields."""
+    """Payload fields of the sequences that the step trains; none of a push of which no rollout counts."""
+    packed_rollouts: int
+    packed_tokens: int
+    dropped: tuple[tuple[Reason, int, int], ...] = ()
+    """(reason, rollouts, tokens) of what the entry holds beyond what is packed, a row per reason; () when the
+    group was used before."""
+    uses: int = 0
+    """Steps that trained its group before."""
+    is_kept: bool = False
+    """Its group may be used again after this step."""
+    left_out: tuple[tuple[int, Reason], ...] = ()
+    """(index in the push, reason) of each rollout that `dropped` counts."""
 
 
 class PlannedRollouts(LazyRecords[RolloutRef]):
-    """The rollouts of a step plan by push.
+    """The sequences of a step plan: in columns, and by record where somebody asks. All are in the order of the plan.
 
     Args:
-        pushes: each with what was pushed.
+        entries: every pool entry that the step uses, in the order of its rollouts.
         masks: nothing of a truncated rollout is trained.
     """
 
-    def __init__(self, pushes: Sequence[tuple[PlannedPush, GroupInfo]], *, masks: bool = False) -> None:
-        self._pushes, self._masks = pushes, masks
+    def __init__(self, entries: Sequence[EntryUse], *, masks: bool = False) -> None:
+        self.entries, self.masks = entries, masks
 
-    @property
-    def pushes(self) -> list[PlannedPush]:
-        """Its pushes, in order."""
-        return [push for push, _ in self._pushes]
+    @cached_property
+    def pushes(self) -> list[EntryUse]:
+        """Those of its entries of which it trains something."""
+        return [use for use in self.entries if len(use.places)]
+
+    @cached_property
+    def rows(self) -> NDArray[np.void]:
+        """[sequences] of :data:`~rlbuffer.records.info.ROW_DTYPE`."""
+        return np.frombuffer(b"".join([use.info.rows_of(use.places) for use in self.pushes]), ROW_DTYPE)
+
+    @cached_property
+    def numbers(self) -> NDArray[np.void]:
+        """[rollouts] of the same, over the sequences of each."""
+        return rollouts_of(self.rows)
+
+    @cached_property
+    def sequences(self) -> NDArray[np.int64]:
+        """[rollouts] how many each has."""
+        return sequences_of(self.rows)
+
+    @cached_property
+    def heads(self) -> NDArray[np.int64]:
+        """[rollouts] the place of each one's first sequence."""
+        heads: NDArray[np.int64] = np.cumsum(self.sequences) - self.sequences
+        return heads
+
+    @cached_property
+    def are_scored(self) -> NDArray[np.bool_]:
+        """[rollouts] True for those that have a reward."""
+        are_scored: NDArray[np.bool_] = (self.numbers["flags"] & HAS_REWARD) != 0
+        return are_scored
+
+    @cached_property
+    def by_env(self) -> dict[str, NDArray[np.int64]]:
+        """env -> its rollouts, in the order of each one's first."""
+        number: dict[str, int] = {}
+        env_numbers = self.spread([number.setdefault(use.info.env, len(number)) for use in self.pushes])[self.heads]
+        return {env: np.flatnonzero(env_numbers == i) for env, i in number.items()}
+
+    @cached_property
+    def places_in_push(self) -> list[int]:
+        """[sequences] the place of its rollout among those of its push."""
+        out: list[int] = []
+        for use in self.pushes:
+            totals = use.info.totals
+            if totals.sequences == totals.rollouts:
+                out += use.places
+            else:
+                counts = sequences_of(np.frombuffer(use.info.rows, ROW_DTYPE))
+                out += np.repeat(np.arange(totals.rollouts), counts)[[*use.places]].tolist()
+        return out
+
+    def spread(self, of_pushes: Sequence[int]) -> NDArray[np.int64]:
+        """[sequences] of a value for each of `pushes`."""
+        return np.repeat(np.array(of_pushes, dtype=np.int64), [len(use.places) for use in self.pushes])
 
     def __len__(self) -> int:
-        return sum([len(push.places) for push, _ in self._pushes])
+        return sum([len(use.places) for use in self.entries])
 
     def _each(self) -> Iterator[RolloutRef]:
-        for (entry_id, group_id, env, adapter, places), push in self._pushes:
-            for place in places:
-                info = push.sequences[place]
+        for use in self.pushes:
+            for place in use.places:
+                info = use.info.sequences[place]
                 yield RolloutRef(
-                    entry_id=entry_id,
+                    entry_id=use.entry_id,
                     index=place,
                     rollout_id=info.rollout_id,
-                    group_id=group_id,
-                    env=env,
-                    adapter=adapter,
+                    group_id=use.info.group_id,
+                    env=use.info.env,
+                    adapter=use.info.adapter,
                     length=info.length,
-                    loss_tokens=0 if self._masks and info.is_truncated else info.loss_tokens,
+                    loss_tokens=0 if self.masks and info.is_truncated else info.loss_tokens,
                     min_version=info.min_version,
                 )
 
@@ -151,25 +213,6 @@ def version_trained(adapters: Mapping[str, AdapterProgress], adapter: str, step:
     """The version of `adapter` that `step` trains: a rollout's age there is this - its `min_policy_version`."""
     progress = adapters.get(adapter)
     return step - 1 if progress is None else progress.version
-
-
-class EntryUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One pool entry as a step uses it; packed and dropped add up to the whole entry. A large step has thousands."""
-
-    entry_id: str
-    env: str
-    packed_rollouts: int
-    packed_tokens: int
-    dropped: tuple[tuple[Reason, int, int], ...] = ()
-    """(reason, rollouts, tokens) of what the entry holds beyond what is packed, a row per reason; () when the
-    group was used before."""
-    group_id: str = ""
-    uses: int = 0
-    """Steps that trained its group before."""
-    is_kept: bool = False
-    """Its group may be used again after this step."""
-    left_out: tuple[tuple[int, Reason], ...] = ()
-    """(index in the push, reason) of each rollout that `dropped` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +251,23 @@ class StepPlan:
     """Tokens of all rollouts."""
     closed_by: ClosedBy
     """The rule that ended its selection."""
-    entries: tuple[EntryUse, ...] = ()
-    """Every pool entry that the commit consumes."""
     adapters: Mapping[str, AdapterProgress] = field(default_factory=dict)
     """Adapter -> how far it is with this step, of all that were trained so far."""
-    masks_truncated: bool = False
-    """No token of a truncated rollout is trained."""
     flat: int = 0
     """Groups of it that teach nothing."""
+
+    @property
+    def entries(self) -> Sequence[EntryUse]:
+        """Every pool entry that the commit consumes."""
+        return self.rollouts.entries
+
+    def ages(self) -> NDArray[np.int64]:
+        """[rollouts] the version that the step trains - the oldest that sampled a token."""
+        rollouts = self.rollouts
+        trained = [version_trained(self.adapters, use.info.adapter, self.step) for use in rollouts.pushes]
+        oldest = rollouts.numbers["min_version"].astype(np.int64)
+        ages: NDArray[np.int64] = rollouts.spread(trained)[rollouts.heads] - oldest
+        return ages
 
 
 @dataclass(frozen=True, slots=True)

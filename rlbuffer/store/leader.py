@@ -19,15 +19,14 @@ import numpy as np
 
 from rlbuffer.errors import LeaseLost, RlbufferError
 from rlbuffer.packing.further_columns import Columns
-from rlbuffer.records.info import ROW, ROW_DTYPE
+from rlbuffer.records.info import ROW_DTYPE
 from rlbuffer.records.states import CommitStatus, Reason
-from rlbuffer.records.step_plan import Drop, PlannedRollouts, StepPlan
+from rlbuffer.records.step_plan import Drop, EntryUse, PlannedRollouts, StepPlan
 from rlbuffer.records.waiting import Waiting
 from rlbuffer.store.claim import decode_claim
 from rlbuffer.store.history import Committed, Recovered, RetiredEarly
 from rlbuffer.store.member import TicketStore
 from rlbuffer.store.open_rollouts import names_of
-from rlbuffer.store.planned import Planned
 from rlbuffer.store.pool import HISTORY_ENTRIES, drop, pool_entries, reused_groups
 from rlbuffer.store.records import Attempt, Claim, Decided, LeaderRead, Lease, Meta, PoolEntry, Reused
 from rlbuffer.store.server.append_file import until_whole
@@ -273,21 +272,22 @@ class LeaderStore(TicketStore):
         """PIN: are the payloads that a step is about to use there, whole? -> entries that cannot be used."""
         broken: list[str] = []
         for page in _pages(rollouts):
-            asked = [(entries[key].payload_key, places) for key, places in page.items()]
+            asked = [(entries[use.entry_id].payload_key, use.places) for use in page]
             if self.connection.is_cluster:
                 sizes = self._pin_on_shards(asked)
             else:
                 words = [word for key, places in asked for word in (key, _words(tuple(places)))]
                 sizes = self.move("pin", (), words, since=self.since)
-            expected = _expected_sizes(page, entries)
+            rows = b"".join([use.info.rows_of(use.places) for use in page])
+            expected: list[int] = np.frombuffer(rows, ROW_DTYPE)["size"].tolist()
             if len(sizes) != len(expected):
                 raise self.unexpected("pin", sizes)
             if sizes != expected:
                 at = 0
-                for entry_id, places in page.items():
-                    span = slice(at, at := at + len(places))
+                for use in page:
+                    span = slice(at, at := at + len(use.places))
                     if sizes[span] != expected[span]:
-                        broken.append(entry_id)
+                        broken.append(use.entry_id)
         return broken
 
     def _pin_on_shards(self, asked: Sequence[tuple[str, Sequence[int]]]) -> list[Any]:
@@ -320,15 +320,14 @@ class LeaderStore(TicketStore):
 
         Raises:
             LeaseLost: another leads, the server was away, or the run is not where `meta` says: all must be read again.
-            PayloadError: the plan names a rollout that its entry does not hold, or has a number that is not finite.
+            PayloadError: the plan has a number that is not finite.
             RlbufferError: the plan does not account for whole entries.
         """
-        planned = Planned(plan, entries)
-        record = header_record(planned, meta, waiting_for_version, columns)
-        record |= left_out(planned, self.keys.payload_prefix)
+        record = header_record(plan, meta, waiting_for_version, columns)
+        record |= left_out(plan, entries, self.keys.payload_prefix)
         check_numbers(record, plan)
         header = encoded_header(record)
-        parts = [*encoded_parts(planned, self.keys.payload_prefix)]
+        parts = [*encoded_parts(plan, entries, self.keys.payload_prefix)]
         digest = step_digest(meta.digest, header, parts)
         # An adapter's data ages by its own steps, which may come as late as they like: nothing is forgotten then.
         remembered = 0 if any(plan.adapters) else self.tombstone_steps
@@ -578,37 +577,28 @@ def _entry_lines(plan: StepPlan) -> str:
     lines = list[str]()
     for use in plan.entries:
         dropped = [f" {reason} {rollouts} {tokens}" for reason, rollouts, tokens in use.dropped]
-        owner = use.group_id if use.uses else ""
+        owner = use.info.group_id if use.uses else ""
         lines += f"{use.entry_id} {owner} {use.packed_rollouts} {use.packed_tokens}", *dropped, "\n"
     return "".join(lines)
 
 
 def _group_lines(plan: StepPlan) -> str:
     """The groups that the step closes, as COMMIT reads them."""
-    env_of = {push.group_id: push.env for push in plan.rollouts.pushes}
-    lines = []
-    by_group = {use.group_id: use for use in plan.entries}
-    for group_id in plan.group_ids:
-        sample = by_group.get(group_id)
-        uses, is_kept = (sample.uses, sample.is_kept) if sample else (0, False)
-        lines.append(f"{group_id} {env_of[group_id]} {uses} {int(is_kept)}\n")
-    return "".join(lines)
+    by_group = {use.info.group_id: use for use in plan.entries}
+    uses = [by_group[group_id] for group_id in plan.group_ids]
+    return "".join([f"{use.info.group_id} {use.info.env} {use.uses} {int(use.is_kept)}\n" for use in uses])
 
 
-def _pages(rollouts: PlannedRollouts) -> Iterator[dict[str, Sequence[int]]]:
-    """Entry id -> the places of its rollouts, in order: about :data:`PIN_ROLLOUTS` of them at a time."""
-    places: dict[str, Sequence[int]] = {}
-    for push in rollouts.pushes:
-        before = places.get(push.entry_id)
-        places[push.entry_id] = push.places if before is None else [*before, *push.places]
-    page: dict[str, Sequence[int]] = {}
+def _pages(rollouts: PlannedRollouts) -> Iterator[list[EntryUse]]:
+    """What is trained, in order: about :data:`PIN_ROLLOUTS` at a time."""
+    page: list[EntryUse] = []
     size = 0
-    for entry_id, group_rows in places.items():
-        page[entry_id] = group_rows
-        size += len(group_rows)
+    for use in rollouts.pushes:
+        page.append(use)
+        size += len(use.places)
         if size >= PIN_ROLLOUTS:
             yield page
-            page, size = {}, 0
+            page, size = [], 0
     if page:
         yield page
 
@@ -616,20 +606,6 @@ def _pages(rollouts: PlannedRollouts) -> Iterator[dict[str, Sequence[int]]]:
 @lru_cache
 def _words(places: tuple[int, ...]) -> bytes:
     return b" ".join([b"%d" % place for place in places])
-
-
-def _expected_sizes(page: Mapping[str, Sequence[int]], entries: Mapping[str, PoolEntry]) -> list[int]:
-    """The sizes of a page's payloads as their metadata has them, in the order of the page."""
-    rows = []
-    for entry_id, places in page.items():
-        info = entries[entry_id].info
-        rows_of_group = b"" if info is None else info.rows
-        if places == range(len(rows_of_group) // ROW.size):
-            rows.append(rows_of_group)
-        else:
-            rows += [rows_of_group[ROW.size * place : ROW.size * (place + 1)] for place in places]
-    sizes: list[int] = np.frombuffer(b"".join(rows), ROW_DTYPE)["size"].tolist()
-    return sizes
 
 
 def _as_trained(entries: Iterable[PoolEntry], unused: Collection[str]) -> Iterator[list[Any]]:

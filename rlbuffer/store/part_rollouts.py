@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW_DTYPE, RolloutInfo
 from rlbuffer.records.lazy import LazyRecords
 from rlbuffer.store.records import PartRollout
-from rlbuffer.wire.payload import Announced
 
 PART_ROW = np.dtype(
     [
@@ -33,8 +32,8 @@ PART_ROW = np.dtype(
 sequences of the rollout and how many those are; the number of the rollout in the step, and what all of its sequences
 train; its advantage, its numbers, and the reward of
 its rollout."""
-_UNSAID = [name for name in ROW_DTYPE.names or () if name not in (*Announced._fields, "flags")]
-"""Numbers of a sequence that its payload does not say."""
+_NUMBERS = [name for name in ROW_DTYPE.names or () if name not in ("reward", "flags")]
+"""Columns that are fields of a :class:`~rlbuffer.records.info.RolloutInfo` as they stand."""
 
 
 class SourcePush(NamedTuple):
@@ -108,18 +107,17 @@ class PartRollouts(LazyRecords[PartRollout]):
         return truncated
 
     @cached_property
-    def announced(self) -> list[Announced]:
-        """Each sequence as its payload must be: that of the first has what is the rollout's own."""
-        table = self.table
-        of = {name: table[name].tolist() for name in ROW_DTYPE.names or ()}
-        of |= {"reward": self.reward, "rewards": self.rewards}
-        of |= {"rollout_id": self._ids, "is_truncated": self.are_truncated}
-        of["failure"] = [""] * len(table)  # a step holds none that failed
-        if table["sequence"].any():
-            first = (table["sequence"] == 0).tolist()
-            of["reward"] = [reward if is_first else None for reward, is_first in zip(of["reward"], first, strict=True)]
-            of["rewards"] = [named if is_first else {} for named, is_first in zip(of["rewards"], first, strict=True)]
-        return [*map(Announced._make, zip(*[of[name] for name in Announced._fields], strict=True))]
+    def infos(self) -> list[RolloutInfo]:
+        """Each sequence as its payload has to be: that of the first has what is the rollout's own."""
+        reward, rewards = self.reward, self.rewards
+        if self.table["sequence"].any():
+            are_first = (self.table["sequence"] == 0).tolist()
+            reward = [value if first else None for value, first in zip(reward, are_first, strict=True)]
+            rewards = [named if first else {} for named, first in zip(rewards, are_first, strict=True)]
+        columns = {name: self.table[name].tolist() for name in _NUMBERS}
+        columns |= {"rollout_id": self._ids, "reward": reward, "rewards": rewards, "is_truncated": self.are_truncated}
+        names = (*columns,)
+        return [RolloutInfo(**dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
     def __len__(self) -> int:
         return len(self.table)
@@ -129,18 +127,17 @@ class PartRollouts(LazyRecords[PartRollout]):
             name for name in PART_ROW.names or () if name not in {*(ROW_DTYPE.names or ()), "source", "rollout"}
         ]
         columns = zip(*[self.table[name].tolist() for name in column_names], strict=True)
-        sequences = zip(self.table[["source", *_UNSAID]].tolist(), columns, self.announced, strict=True)
-        for (source, *unsaid), values, announced in sequences:
+        for source, values, info in zip(self.table["source"].tolist(), columns, self.infos, strict=True):
             yield PartRollout(
                 **dict(zip(column_names, values, strict=True)),
-                info=RolloutInfo(**dict(zip(_UNSAID, unsaid, strict=True)), **announced._asdict()),
+                info=info,
                 **self._sources[source]._asdict(),
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPart:
-    """`<s>-<r+1>`: what planned rank r trains on."""
+    """`<s>-<r+1>`: what planned rank r trains on; for another world size a pull makes one of its own of all of them."""
 
     step: int
     rank: int

@@ -14,7 +14,7 @@ from rlbuffer.records.rollout import TokenSequence
 from rlbuffer.store.records import PartRollout
 from rlbuffer.store.viewer import FETCH_BYTES, Viewer, chunks
 from rlbuffer.wire import payload
-from rlbuffer.wire.payload import Announced, Payload
+from rlbuffer.wire.payload import Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def read_rollouts(
 
 def opened(
     data: bytes | None,
-    announced: Announced | RolloutInfo,
+    announced: RolloutInfo,
     adapter: str,
     schema: Mapping[str, ColumnSpec],
     can: Trainable,

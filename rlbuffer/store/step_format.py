@@ -21,16 +21,16 @@ from numpy.typing import NDArray
 from rlbuffer.errors import PayloadError
 from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.checks import MAX_COUNT, MAX_NUMBER
-from rlbuffer.records.info import FURTHER, HAS_REWARD, IS_TRUNCATED
+from rlbuffer.records.info import FURTHER, HAS_REWARD, IS_TRUNCATED, ROW, GroupInfo
 from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import AdapterProgress, StepPlan
+from rlbuffer.records.step_plan import AdapterProgress, PlannedRollouts, StepPlan
 from rlbuffer.store.part_rollouts import PART_ROW, PartRollouts, SourcePush, StepPart
-from rlbuffer.store.planned import Planned, numbered
 from rlbuffer.store.records import Meta, PoolEntry, is_stream
 from rlbuffer.wire import payload
 from rlbuffer.wire.bounded_msgpack import pack
 from rlbuffer.wire.checksum import sealed, unsealed
+from rlbuffer.wire.metadata import has_no_names, names_of
 
 MAX_STEP_BYTES = 512 * 2**20
 """Largest header or part that is decoded: the server's own limit for one value."""
@@ -81,12 +81,11 @@ def check_numbers(header: Mapping[str, Any], plan: StepPlan) -> None:
         raise PayloadError(f"step {plan.step} is not committed, because it could never be read: {error}") from None
 
 
-def header_record(planned: Planned, meta: Meta, waiting_for: int | None, columns: Columns) -> dict[str, Any]:
+def header_record(plan: StepPlan, meta: Meta, waiting_for: int | None, columns: Columns) -> dict[str, Any]:
     """The header of a planned step; means over rollouts, rewards over the scored ones only. `columns` are those that
     its pushes agree on."""
-    plan = planned.plan
-    envs, rewards = _envs_of(planned)
-    layout = plan.plan
+    layout, rollouts, ages = plan.plan, plan.rollouts, plan.ages()
+    envs, rewards = _envs_of(rollouts, ages)
     capacity = layout.world_size * layout.micro_steps * layout.rows_per_micro_batch * layout.row_tokens
     return {
         "step": plan.step,
@@ -98,45 +97,45 @@ def header_record(planned: Planned, meta: Meta, waiting_for: int | None, columns
             "rollouts": plan.normalizers.rollouts,
             "groups": plan.normalizers.groups,
         },
-        "rollouts": len(planned.numbers),
+        "rollouts": len(rollouts.numbers),
         # Where each rollout has one, as nearly everywhere, the header is what it always was.
-        **({"sequences": len(planned.rows)} if len(planned.rows) > len(planned.numbers) else {}),
+        **({"sequences": len(rollouts)} if len(rollouts) > len(rollouts.numbers) else {}),
         "tokens": plan.tokens,
-        "bytes": int(planned.numbers["size"].sum(dtype=np.int64)),
+        "bytes": int(rollouts.numbers["size"].sum(dtype=np.int64)),
         "group_ids": list(plan.group_ids),
         "closed_by": plan.closed_by,
         "fill": plan.tokens / capacity if capacity and not is_stream(meta) else 0.0,
         "envs": envs,
         "reward": _mean(rewards),
-        **_ages(planned.ages),
+        **_ages(ages),
         "waiting_for_version": waiting_for,
         "checkpoint_now": meta.checkpoint_now,
-        "uses": {use.group_id: use.uses for use in plan.entries if use.uses},
+        "uses": {use.info.group_id: use.uses for use in plan.entries if use.uses},
         "max_uses": int(meta.config.get("max_uses", 1)),
         "revision": meta.revision,
         "columns": {name: [dtype, *shape] for name, (dtype, shape) in columns.items()},
         # The rule that held at the commit, so that it can be checked after the config has changed.
         "age_limits": {env: age_limit(meta.config, env) for env in envs},
-        "masks_truncated": plan.masks_truncated,
+        "masks_truncated": rollouts.masks,
         "adapters": {adapter: asdict(progress) for adapter, progress in sorted(plan.adapters.items())},
     }
 
 
-def _envs_of(planned: Planned) -> tuple[dict[str, dict[str, Any]], list[float]]:
+def _envs_of(rollouts: PlannedRollouts, ages: NDArray[np.int64]) -> tuple[dict[str, dict[str, Any]], list[float]]:
     """The header's lines of the envs, by name; and all rewards, in the order of each env's first rollout."""
     groups: dict[str, set[str]] = {}
-    for push in planned.pushes:
-        groups.setdefault(push.env, set()).add(push.group_id)
-    lengths, of_all, rewards = planned.numbers["length"], planned.numbers["reward"], list[float]()
+    for use in rollouts.pushes:
+        groups.setdefault(use.info.env, set()).add(use.info.group_id)
+    lengths, of_all, rewards = rollouts.numbers["length"], rollouts.numbers["reward"], list[float]()
     envs = {}
-    for env, places in planned.by_env.items():
-        env_rewards = of_all[places[planned.are_scored[places]]].tolist()
+    for env, places in rollouts.by_env.items():
+        env_rewards = of_all[places[rollouts.are_scored[places]]].tolist()
         envs[env] = {
             "rollouts": len(places),
             "tokens": int(lengths[places].sum(dtype=np.int64)),
             "groups": len(groups[env]),
             "reward": _mean(env_rewards),
-            **_ages(planned.ages[places]),
+            **_ages(ages[places]),
         }
         rewards += env_rewards
     return dict(sorted(envs.items(), key=itemgetter(0))), rewards
@@ -147,17 +146,17 @@ def _ages(ages: NDArray[np.int64]) -> dict[str, float]:
     return {"age": int(ages.sum()) / len(ages), "max_age": int(ages.max())} if len(ages) else {"age": 0.0, "max_age": 0}
 
 
-def left_out(planned: Planned, prefix: str) -> dict[str, Any]:
+def left_out(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str) -> dict[str, Any]:
     """The header's field of what groups of the step hold besides; nothing where they hold nothing.
 
     `prefix`: that of the run's payload keys, which does not stand in it.
     """
     left = {
-        entry.payload_key.removeprefix(prefix): [
-            [place, str(reason)] for index, reason in use.left_out for place in entry.info.places_of([index])
+        entries[use.entry_id].payload_key.removeprefix(prefix): [
+            [place, str(reason)] for index, reason in use.left_out for place in use.info.places_of([index])
         ]
-        for use in planned.plan.entries
-        if use.left_out and (entry := planned.entries[use.entry_id]).info is not None
+        for use in plan.entries
+        if use.left_out
     }
     return {"left_out": left} if left else {}
 
@@ -169,21 +168,21 @@ def age_limit(config: Mapping[str, Any], env: str) -> int | None:
     return config.get("max_age") if limit is None else limit
 
 
-def encoded_parts(planned: Planned, prefix: str = "") -> Iterator[bytes]:
+def encoded_parts(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str = "") -> Iterator[bytes]:
     """The parts of a planned step, in the order of ranks. Each has its rollouts in the order of its rows.
 
     Payload keys stand in them without the run's `prefix`.
     """
-    plan, layout = planned.plan, planned.plan.plan
-    entry_sources = [_source(planned.entries[push.entry_id], push.adapter, prefix) for push in planned.pushes]
-    packed = [msgspec.Raw(_ENCODER.encode(source)) for source in entry_sources]
-    ids, named = planned.names
-    table = planned.table()
+    layout = plan.plan
+    sources_of_all = [_source(use.info, entries[use.entry_id], prefix) for use in plan.rollouts.pushes]
+    packed = [msgspec.Raw(_ENCODER.encode(source)) for source in sources_of_all]
+    ids, named = _names(plan.rollouts)
+    table = _table(plan)
     for rank in range(layout.world_size):
         its_rows = [micro_step[rank] for micro_step in layout.rows]
         order = [*chain.from_iterable(chain.from_iterable(its_rows))]
         part_table = table.take(order, axis=0).view(PART_ROW).reshape(-1)
-        sources, part_table["source"] = numbered(part_table["source"].astype(np.int64))
+        sources, part_table["source"] = _numbered(part_table["source"].astype(np.int64))
         part = _Part(
             step=plan.step,
             rank=rank,
@@ -198,20 +197,62 @@ def encoded_parts(planned: Planned, prefix: str = "") -> Iterator[bytes]:
         yield sealed(_ENCODER.encode(part))
 
 
-def _source(entry: PoolEntry, adapter: str, prefix: str) -> SourcePush:
-    info = entry.info
+def _source(info: GroupInfo, entry: PoolEntry, prefix: str) -> SourcePush:
     return SourcePush(
         payload_key=entry.payload_key.removeprefix(prefix),
-        group_id=entry.group_id,
-        env=entry.env,
-        adapter=adapter,
-        prompt_id="" if info is None else info.prompt_id,
-        planned_size=0 if info is None else info.planned_size,
-        worker="" if info is None else info.worker,
+        group_id=info.group_id,
+        env=info.env,
+        adapter=info.adapter,
+        prompt_id=info.prompt_id,
+        planned_size=info.planned_size,
+        worker=info.worker,
         pushed_ms=entry.pushed_ms,
         entry_id=entry.entry_id,
-        seconds=None if info is None else info.seconds,
+        seconds=info.seconds,
     )
+
+
+def _names(rollouts: PlannedRollouts) -> tuple[list[str] | None, list[Mapping[str, float]] | None]:
+    """[sequences] id and named rewards of its rollout. None: each is ``<group id>/<index>``; none has any."""
+    if all(has_no_names(use.info) for use in rollouts.pushes):
+        return None, None
+    all_ids, all_named, default = list[str](), list[Mapping[str, float]](), list[str]()
+    places = iter(rollouts.places_in_push)
+    for use in rollouts.pushes:
+        ids, named = names_of(use.info)
+        for place in islice(places, len(use.places)):
+            all_ids.append(ids[place])
+            all_named.append(named[place])
+            default.append(f"{use.info.group_id}/{place}")
+    return all_ids if all_ids != default else None, all_named if any(all_named) else None
+
+
+def _table(plan: StepPlan) -> NDArray[np.uint8]:
+    """[sequences, bytes] of :data:`~rlbuffer.store.part_rollouts.PART_ROW`; sources are places in the plan's pushes."""
+    rollouts = plan.rollouts
+    rows, numbers, counts = rollouts.rows, rollouts.numbers, rollouts.sequences
+    data = np.empty((len(rows), PART_ROW.itemsize), np.uint8)
+    data[:, -ROW.size :] = rows.view(np.uint8).reshape(-1, ROW.size)
+    out = data.view(PART_ROW).reshape(-1)
+    out["source"] = rollouts.spread(range(len(rollouts.pushes)))
+    out["index"] = [*chain.from_iterable([use.places for use in rollouts.pushes])]
+    out["rollout"], out["advantage"] = rollouts.places_in_push, plan.advantages
+    out["sequence"] = np.arange(len(rows)) - np.repeat(rollouts.heads, counts)
+    out["sequences"] = np.repeat(counts, counts)
+    out["number"] = np.repeat(np.arange(len(counts)), counts)
+    out["rollout_loss_tokens"] = np.repeat(numbers["loss_tokens"], counts)
+    out["reward"] = np.repeat(numbers["reward"], counts)
+    out["flags"] |= np.repeat(numbers["flags"] & HAS_REWARD, counts)
+    return data
+
+
+def _numbered(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The different values, none below 0, in the order in which they come; and for each of `values` its place there."""
+    places = np.arange(len(values))
+    first = np.zeros(values.max(initial=-1) + 1, dtype=np.int64)
+    first[values[::-1]] = places[::-1]  # of equal ones the last that is written stays: the first
+    is_first = first[values] == places
+    return values[is_first], (np.cumsum(is_first) - 1)[first[values]]
 
 
 def encoded_header(record: Mapping[str, Any]) -> bytes:

@@ -77,7 +77,7 @@ class _Leadership:
                 self.used[use.entry_id] = use.uses + 1
             else:
                 self.pending.pop(use.entry_id, None)
-                self.closed.add(use.group_id)
+                self.closed.add(use.info.group_id)
 
 
 def repeat(recorded: Recorded) -> Repeated:

@@ -109,7 +109,7 @@ def tasks_of(recorded: Recorded) -> Tasks:
             like = numbers[env][int(np.random.default_rng([3, number]).integers(len(numbers[env])))]
         seconds, info = known[env][like]
         rollouts = tuple(
-            replace(rollout, min_version=version, max_version=version, rollout_id=f"{env}.{number}/{place}")
+            rollout.changed(min_version=version, max_version=version, rollout_id=f"{env}.{number}/{place}")
             for place, rollout in enumerate(info.rollouts)
         )
         return seconds, replace(info, group_id=f"{env}.{number}", prompt_id=str(number), rollouts=rollouts)

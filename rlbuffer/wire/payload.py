@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
@@ -114,30 +113,7 @@ class Details(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 _DETAILS = msgspec.msgpack.Decoder(Details)
-
-
-class Announced(NamedTuple):
-    """What a push's metadata, or a step's part, says of a payload: the values of a
-    :class:`~rlbuffer.records.info.RolloutInfo`."""
-
-    rollout_id: str
-    length: int
-    prompt_tokens: int
-    loss_tokens: int
-    reward: float | None
-    rewards: Mapping[str, float]
-    min_version: int
-    max_version: int
-    turns: int
-    is_truncated: bool
-    failure: str
-    """Its kind; "" of an attempt that has not failed."""
-    size: int
-    """0: described before it was encoded."""
-    checksum: int
-
-
-_announced = attrgetter(*Announced._fields)
+_COMPARED = [name for name in RolloutInfo.__struct_fields__ if name not in ("size", "checksum", "parts")]
 
 
 class Payload(NamedTuple):
@@ -157,8 +133,8 @@ class Payload(NamedTuple):
     details: Details
     text: str | None
     """Rendered transcript."""
-    said: tuple[Any, ...]
-    """The values of an :class:`Announced` that fits it."""
+    info: RolloutInfo
+    """Its numbers; the largest token as it was announced, for which nobody has looked here, 0 where nothing was."""
     packed: bytes
     """The details as they stand in it."""
 
@@ -207,11 +183,11 @@ class Payload(NamedTuple):
             raise PayloadError(f"invalid rollout payload: {error}") from None
 
 
-def decode(data: bytes, announced: Announced | RolloutInfo | None = None) -> Payload:
+def decode(data: bytes, announced: RolloutInfo | None = None) -> Payload:
     """The rollout of a payload.
 
-    `announced` is what the push's metadata said: any disagreement with it is an error, so that a payload cannot stand
-    in for another one.
+    `announced` is what the push's metadata, or a step's part, says of it: any disagreement is an error, so that a
+    payload cannot stand in for another one. Of size 0 it was described before it was encoded.
 
     Raises:
         PayloadError: not a payload of this format, damaged, above 64 MiB, a rollout that breaks a rule, or another one
@@ -250,13 +226,25 @@ def decode(data: bytes, announced: Announced | RolloutInfo | None = None) -> Pay
         raise PayloadError(f"invalid rollout payload: {error}") from None
     if d.finish_reason == AT_LIMIT and not d.is_truncated:
         raise PayloadError(f"invalid rollout payload: is_truncated: False, but finish_reason is {AT_LIMIT!r}")
-    encoded = (
-        *(d.rollout_id, length, prompt, trained, d.reward, d.rewards, oldest, newest),
-        *(len(d.turns), d.is_truncated, d.failure[0] if d.failure else "", total, checksum),
+    info = RolloutInfo(
+        rollout_id=d.rollout_id,
+        length=length,
+        prompt_tokens=prompt,
+        loss_tokens=trained,
+        reward=d.reward,
+        rewards=d.rewards,
+        min_version=oldest,
+        max_version=newest,
+        turns=len(d.turns),
+        is_truncated=d.is_truncated,
+        size=total,
+        checksum=checksum,
+        largest_token=0 if announced is None else announced.largest_token,
+        failure=d.failure[0] if d.failure else "",
     )
-    if announced is not None and encoded != announced:
-        _compare(encoded, announced)
-    return Payload._make((tokens, mask, logprobs, version_spans, columns, attachments, d, text, encoded, packed))
+    if announced is not None and info != announced:
+        _compare(info, announced)
+    return Payload(tokens, mask, logprobs, version_spans, columns, attachments, d, text, info, packed)
 
 
 def decode_rollout(data: bytes, *, expected: RolloutInfo | None = None) -> Rollout:
@@ -411,10 +399,11 @@ def _check_turns(turns: Sequence[_Turn], length: int) -> None:
         position = turn.end
 
 
-def _compare(encoded: tuple[Any, ...], announced: Announced | RolloutInfo) -> None:
-    """Names the first value in which a payload is another one than was announced. Size and checksum agree."""
-    values = announced if type(announced) is Announced else _announced(announced)
-    for name, actual, expected in zip(Announced._fields[:-2], encoded, values, strict=False):
+def _compare(info: RolloutInfo, announced: RolloutInfo) -> None:
+    """Names the first value in which a payload is another one than was announced. Size and checksum agree, or were not
+    known."""
+    for name in _COMPARED:
+        actual, expected = getattr(info, name), getattr(announced, name)
         if actual != expected:
             raise PayloadError(
                 f"rollout {announced.rollout_id}: {name} = {actual!r} does not agree with the metadata: {expected!r}"

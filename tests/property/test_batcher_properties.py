@@ -181,7 +181,7 @@ def play(config: BatcherConfig, moves: list[Any], account: Account) -> list[byte
             info = group_info(f"g{which}", f"e{which % 2}", lengths, version, planned_size=4, first=first)
             if (which + first) % 3 == 0:
                 *others, last = info.rollouts
-                info = replace(info, rollouts=(*others, replace(last, failure="tool", reward=None)))
+                info = replace(info, rollouts=(*others, last.changed(failure="tool", reward=None)))
             account.push(f"{number}-0", info)
             batcher.add(info, entry_id=f"{number}-0", now=now)
         elif kind == "wait":

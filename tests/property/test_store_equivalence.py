@@ -25,7 +25,7 @@ from store_runs import rollouts_of
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.errors import RlbufferError, ServerUnreachable
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, StepPlan
+from rlbuffer.records.step_plan import Drop, Normalizers, Plan, StepPlan
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.records import PoolEntry
 from rlbuffer.store.server import embedded
@@ -207,10 +207,6 @@ def _plan(entries: list[PoolEntry], step: int, world_size: int) -> StepPlan:
         normalizers=Normalizers(loss_tokens=sum(r.loss_tokens for r in refs), rollouts=len(refs), groups=len(entries)),
         tokens=sum(r.length for r in refs),
         closed_by="fill",
-        entries=tuple(
-            EntryUse(entry_id=e.entry_id, env=e.env, packed_rollouts=e.rollouts, packed_tokens=e.tokens)
-            for e in entries
-        ),
     )
 
 

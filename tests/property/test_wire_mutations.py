@@ -6,7 +6,6 @@ import random
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import msgpack
@@ -177,7 +176,7 @@ def test_the_arrays_of_a_payload_whose_metadata_lie_with_it_break_no_rule() -> N
     for i in range(MUTATIONS):
         data, other = rng.sample(push.payloads, 2)
         wounded = false_payload(rng, data, other, i)
-        info = replace(known[data], size=len(wounded), checksum=payload_checksum(wounded))
+        info = known[data].changed(size=len(wounded), checksum=payload_checksum(wounded))
         its = opened(wounded, info)
         try:
             whole: Rollout | None = decode_rollout(wounded, expected=info)

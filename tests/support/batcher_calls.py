@@ -43,7 +43,7 @@ def put(
         rewards=fields.pop("rewards", [float(i % 2) for i in range(len(lengths))]),
     )
     info = dataclasses.replace(group.info(), **fields)
-    rollouts = [dataclasses.replace(r, rollout_id=f"{name}/{first + i}") for i, r in enumerate(info.rollouts)]
+    rollouts = [r.changed(rollout_id=f"{name}/{first + i}") for i, r in enumerate(info.rollouts)]
     info = dataclasses.replace(info, rollouts=tuple(rollouts))
     entry_id = entry or f"{name}-0"
     if uses:

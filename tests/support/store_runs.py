@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ from rlbuffer.config.settings import ServerSettings
 from rlbuffer.packing.further_columns import agree
 from rlbuffer.records.group import Group
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, PlannedPush, PlannedRollouts, StepPlan
+from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, PlannedRollouts, StepPlan
 from rlbuffer.store.records import Lease, PoolEntry
 from rlbuffer.store.session import open_store
 from rlbuffer.testing import make_group
@@ -109,7 +109,7 @@ class Run:
             plan = changed(plan, **changes)
         self.store.pin(plan.rollouts, {e.entry_id: e for e in used})
         by_id = {e.entry_id: e for e in used}
-        columns, _ = agree(plan, {key: entry.info for key, entry in by_id.items() if entry.info})
+        columns, _ = agree(plan)
         return self.store.commit(plan, by_id, meta=meta, columns=columns, state={"deficits": {"a": 1.5}})
 
     def step(self, *groups: str, world_size: int = 2) -> StepHeader:
@@ -178,22 +178,15 @@ class Run:
         return self.client.get(key)
 
 
-def rollouts_of(entries: Sequence[PoolEntry], drop: Container[str] = ()) -> PlannedRollouts:
-    """All that is in `entries`, but the rollouts whose ids are in `drop`."""
-    pushes = []
-    for entry in entries:
-        if entry.info:
-            places = [i for i, its in enumerate(entry.info.sequences) if its.rollout_id not in drop]
-            of_push = PlannedPush(entry.entry_id, entry.group_id, entry.env, entry.info.adapter, places)
-            pushes.append((of_push, entry.info))
-    return PlannedRollouts(pushes)
+def rollouts_of(entries: Sequence[PoolEntry], drop: Mapping[str, str] | None = None) -> PlannedRollouts:
+    """All that is in `entries`, but the rollouts in `drop`: id -> reason."""
+    return PlannedRollouts([_use(entry, drop or {}) for entry in entries])
 
 
 def plan_of(
     entries: Sequence[PoolEntry], step: int, *, world_size: int = 2, drop: Mapping[str, str] | None = None
 ) -> StepPlan:
     """A step of everything in `entries`: one sequence a row, dealt to the ranks in turn; `drop`: id -> reason."""
-    drop = drop or {}
     refs = rollouts_of(entries, drop)
     micro_steps = max(1, -(-len(refs) // world_size))
     rows = tuple(
@@ -213,7 +206,6 @@ def plan_of(
         ),
         tokens=sum(r.length for r in refs),
         closed_by="capacity",
-        entries=tuple(_use(entry, drop) for entry in entries),
     )
 
 
@@ -221,7 +213,8 @@ def _use(entry: PoolEntry, drop: Mapping[str, str]) -> EntryUse:
     left_out = [(drop[r.rollout_id], 1, r.length) for r in entry.info.rollouts if r.rollout_id in drop]
     return EntryUse(
         entry_id=entry.entry_id,
-        env=entry.env,
+        info=entry.info,
+        places=[i for i, its in enumerate(entry.info.sequences) if its.rollout_id not in drop],
         packed_rollouts=entry.rollouts - len(left_out),
         packed_tokens=entry.tokens - sum(tokens for _, _, tokens in left_out),
         dropped=tuple(left_out),
@@ -229,6 +222,8 @@ def _use(entry: PoolEntry, drop: Mapping[str, str]) -> EntryUse:
 
 
 def changed(plan: StepPlan, /, **changes: Any) -> StepPlan:
-    """`plan` with other values."""
+    """`plan` with other values; `masks_truncated`: nothing of a truncated rollout is trained."""
     values = {name: getattr(plan, name) for name in StepPlan.__dataclass_fields__}
+    if "masks_truncated" in changes:
+        changes["rollouts"] = PlannedRollouts(plan.entries, masks=changes.pop("masks_truncated"))
     return StepPlan(**(values | changes))

@@ -165,7 +165,7 @@ def test_names_that_foreign_workers_make_up_stay_few() -> None:
     rewards = {f"part {n}": 1.0 for n in range(200)}
     for n in range(100):
         info = make_group(env=f"env{n}", seed=n).info()
-        leading.read(replace(info, rollouts=tuple(replace(r, rewards=rewards) for r in info.rollouts)))
+        leading.read(replace(info, rollouts=tuple(r.changed(rewards=rewards) for r in info.rollouts)))
     leading.step()
     assert len(leading.stats.envs) <= MOST_ENVS + len(CONFIG.budgets)
     assert len(leading.stats.envs["env0"]["reward_mean"]) == MOST_REWARDS + 1

@@ -145,7 +145,7 @@ def test_a_failure_may_be_an_object_or_a_list_in_json(failure: Any) -> None:
 def test_metadata_and_payload_must_agree_on_whether_an_attempt_failed() -> None:
     sound, failed = encode_push(group_of()), encode_push(group_of(0))
     for payloads, info in ((failed.payloads, sound.info), (sound.payloads, failed.info)):
-        lying = replace(info.rollouts[0], size=len(payloads[0]), checksum=int.from_bytes(payloads[0][20:24], "little"))
+        lying = info.rollouts[0].changed(size=len(payloads[0]), checksum=int.from_bytes(payloads[0][20:24], "little"))
         with pytest.raises(PayloadError, match="does not agree with the metadata"):
             decode_rollout(payloads[0], expected=lying)
 

@@ -54,27 +54,28 @@ def test_a_part_that_contradicts_its_group_is_invalid(field, value, detail):
 
 
 def test_entries_are_accounted_for_exactly():
-    state, _ = state_of(
+    parts = (
         part(rollout("r0"), rollout("r1", length=101), rollout("r2", reward=None)),
         part(rollout("r0", length=11), rollout("r3", length=12), rollout("r4"), rollout("r5", length=14)),
     )
+    state, _ = state_of(*parts)
     assert state.uses() == [
         EntryUse(
             entry_id="0-0",
-            env="a",
+            info=parts[0],
+            places=[0],
             packed_rollouts=1,
             packed_tokens=10,
             dropped=(("oversized", 1, 101), ("invalid", 1, 10)),
-            group_id="g",
             left_out=((1, "oversized"), (2, "invalid")),
         ),
         EntryUse(
             entry_id="1-0",
-            env="a",
+            info=parts[1],
+            places=[1, 2, 3],
             packed_rollouts=3,
             packed_tokens=36,
             dropped=(("duplicate", 1, 11),),
-            group_id="g",
             left_out=((0, "duplicate"),),
         ),
     ]

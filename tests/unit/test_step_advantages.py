@@ -90,7 +90,7 @@ def test_a_batch_whose_rewards_are_equal_is_divided_by_nothing(advantage: str) -
 def with_truncated(**settings: Any) -> StepPlan:
     made = Batcher(BatcherConfig(100, step_groups=1, advantage="dr_grpo", **settings))
     info = make_group(group_id="g", rewards=[1.0, 0.0, 0.0, 1.0], lengths=[8] * 4).info()
-    cut = [dataclasses.replace(r, is_truncated=i >= 2) for i, r in enumerate(info.rollouts)]
+    cut = [r.changed(is_truncated=i >= 2) for i, r in enumerate(info.rollouts)]
     made.add(dataclasses.replace(info, rollouts=tuple(cut)), entry_id="1-0", now=0.0)
     plan = ask(made).plan
     assert plan is not None
@@ -106,6 +106,6 @@ def test_a_masked_rollout_counts_in_its_group_and_then_trains_nothing() -> None:
         Normalizers(loss_tokens=12, rollouts=4, groups=1),
     )
     assert [ref.loss_tokens for ref in plan.rollouts] == [6, 6, 0, 0]
-    assert (plan.masks_truncated, whole.masks_truncated) == (True, False)
+    assert (plan.rollouts.masks, whole.rollouts.masks) == (True, False)
     assert plan.plan == whole.plan, "its place in the row stays"
     assert plan.entries == whole.entries, "it is packed and trained in the ledger"

@@ -7,7 +7,7 @@ import pytest
 
 from rlbuffer.packing.further_columns import agree
 from rlbuffer.records.group import Group
-from rlbuffer.records.step_plan import Normalizers, Plan, PlannedPush, PlannedRollouts, StepPlan
+from rlbuffer.records.step_plan import EntryUse, Normalizers, Plan, PlannedRollouts, StepPlan
 from rlbuffer.testing import make_group
 from rlbuffer.wire.metadata import decode_info, encode_info
 
@@ -18,7 +18,13 @@ def group(seed: int, size: int = 1, **columns: Any) -> Group:
 
 def plan_of(groups: list[Group]) -> StepPlan:
     pushes = [
-        (PlannedPush(group.group_id, group.group_id, group.env, "", range(len(group.rollouts))), group.info())
+        EntryUse(
+            entry_id=group.group_id,
+            info=group.info(),
+            places=range(len(group.rollouts)),
+            packed_rollouts=len(group.rollouts),
+            packed_tokens=group.info().tokens,
+        )
         for group in groups
     ]
     refs = PlannedRollouts(pushes)
@@ -35,7 +41,7 @@ def plan_of(groups: list[Group]) -> StepPlan:
 
 
 def agreed(*groups: Group) -> tuple[Any, dict[str, str]]:
-    return agree(plan_of(list(groups)), {group.group_id: group.info() for group in groups})
+    return agree(plan_of(list(groups)))
 
 
 def test_a_step_has_every_column_that_one_of_its_pushes_has() -> None:

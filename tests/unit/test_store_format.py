@@ -16,10 +16,10 @@ import pytest
 from store_runs import rollouts_of
 
 from rlbuffer.errors import ConfigError, PayloadError
-from rlbuffer.records.step_plan import EntryUse, Normalizers, Plan, PlannedPush, PlannedRollouts, StepPlan
+from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.step_plan import Normalizers, Plan, PlannedRollouts, StepPlan
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.ledger import parse_ledger
-from rlbuffer.store.planned import Planned
 from rlbuffer.store.records import EnvLedger, Ledger, Meta, PoolEntry
 from rlbuffer.store.session import number as number_of
 from rlbuffer.store.session import script_text
@@ -168,21 +168,23 @@ def planned() -> tuple[StepPlan, dict[str, PoolEntry]]:
         normalizers=Normalizers(loss_tokens=sum(r.loss_tokens for r in refs), rollouts=4, groups=2),
         tokens=sum(r.length for r in refs),
         closed_by="fill",
-        entries=tuple(
-            EntryUse(entry_id=e.entry_id, env=e.env, packed_rollouts=e.rollouts, packed_tokens=e.tokens)
-            for e in entries.values()
-        ),
     )
     return plan, entries
 
 
+def with_info(plan: StepPlan, entry_id: str, info: GroupInfo) -> StepPlan:
+    """The plan where this was pushed as the entry."""
+    uses = [msgspec.structs.replace(use, info=info) if use.entry_id == entry_id else use for use in plan.entries]
+    return replace(plan, rollouts=PlannedRollouts(uses))
+
+
 def parts_of(plan: StepPlan, entries: dict[str, PoolEntry]) -> list[bytes]:
-    return [*encoded_parts(Planned(plan, entries))]
+    return [*encoded_parts(plan, entries)]
 
 
 def test_header_comes_back_with_the_ages_and_limits_of_its_commit():
-    plan, entries = planned()
-    data = encoded_header(header_record(Planned(plan, entries), meta(), None, {}))
+    plan, _ = planned()
+    data = encoded_header(header_record(plan, meta(), None, {}))
     header, limits = decode_header(data, digest="x", committed_ms=5)
     assert (header.step, header.epoch, header.previous_digest, header.digest, header.committed_ms) == (
         3,
@@ -198,12 +200,9 @@ def test_header_comes_back_with_the_ages_and_limits_of_its_commit():
 
 
 def test_rewards_that_are_not_there_have_no_mean():
-    plan, entries = planned()
+    plan, _ = planned()
     unscored = payload.encode_push(make_group(env="b", rewards=[None], version=2, seed=1)).info
-    entries["2-0"] = PoolEntry(
-        entry_id="2-0", info=unscored, payload_key="k1", env="b", group_id="b.1", rollouts=1, tokens=unscored.tokens
-    )
-    header = header_record(Planned(plan, entries), meta(), None, {})
+    header = header_record(with_info(plan, "2-0", unscored), meta(), None, {})
     assert header["envs"]["b"]["reward"] is None
     assert header["reward"] == header["envs"]["a"]["reward"] == pytest.approx(1 / 3)
 
@@ -232,9 +231,7 @@ def test_parts_name_each_push_once_in_the_order_of_its_first_rollout():
     first, second = map(decode_part, parts_of(plan, entries))
     assert [r.payload_key for r in first.rollouts] == ["k1", "k0", "k0"]
     assert first.rollouts.table["source"].tolist() == [0, 1, 1]
-    (a, of_a), (b, of_b) = ((push, entries[push.entry_id].info) for push in plan.rollouts.pushes)
-    pushes = [(a._replace(places=[0]), of_a), (b, of_b), (a._replace(places=[1, 2]), of_a)]
-    mixed = replace(plan, rollouts=PlannedRollouts(pushes), plan=replace(plan.plan, rows=((((0, 1, 2),), ((3,),)),)))
+    mixed = replace(plan, plan=replace(plan.plan, rows=((((0, 3, 1),), ((2,),)),)))
     first, second = map(decode_part, parts_of(mixed, entries))
     assert [r.payload_key for r in first.rollouts] == ["k0", "k1", "k0"]
     assert first.rollouts.table["source"].tolist() == [0, 1, 0]
@@ -248,8 +245,7 @@ def test_parts_hold_the_rewards_of_each_rollout_under_its_own_name(is_read):
     its = [replace(r, rewards={"format": float(i)}) for i, r in enumerate(group.rollouts)]
     push = payload.encode_push(replace(group, rollouts=tuple(its)))
     info = payload.decode_infos([push.metadata])[0] if is_read else push.info
-    entries["1-0"] = msgspec.structs.replace(entries["1-0"], info=info, tokens=info.tokens)
-    first, second = map(decode_part, parts_of(plan, entries))
+    first, second = map(decode_part, parts_of(with_info(plan, "1-0", info), entries))
     assert [(r.info.reward, dict(r.info.rewards)) for r in first.rollouts] == [
         (0.0, {}),
         (0.25, {"format": 0.0}),
@@ -263,31 +259,21 @@ def test_same_step_is_always_the_same_bytes():
     assert parts_of(plan, entries) == parts_of(again, same)
 
 
-@pytest.mark.parametrize("places", [range(5), [0, 3], [3]])
-def test_plan_that_wants_more_of_a_push_than_it_holds_is_refused(places):
-    plan, entries = planned()
-    info = entries["1-0"].info
-    of_push = PlannedPush(entry_id="1-0", group_id="a.0", env="a", adapter="", places=places)
-    wrong = replace(plan, rollouts=PlannedRollouts([(of_push, info)]))
-    with pytest.raises(PayloadError, match=r"^entry 1-0 does not hold the rollouts of its step$"):
-        Planned(wrong, entries)
-
-
 def test_rollouts_of_a_push_that_are_not_all_of_it_are_those_that_the_plan_names():
     plan, entries = planned()
     info = entries["1-0"].info
-    of_push = PlannedPush(entry_id="1-0", group_id="a.0", env="a", adapter="", places=[2, 0])
-    some = Planned(replace(plan, rollouts=PlannedRollouts([(of_push, info)])), entries)
+    rollouts = PlannedRollouts([msgspec.structs.replace(plan.entries[0], places=[2, 0])])
     its = [info.rollouts[2], info.rollouts[0]]
-    assert some.places == [2, 0]
-    assert some.names == (None, None)
-    renamed = tuple(replace(rollout, rollout_id=f"mine-{rollout.rollout_id}") for rollout in info.rollouts)
+    assert rollouts.numbers["length"].tolist() == [rollout.length for rollout in its]
+    assert rollouts.numbers["checksum"].tolist() == [rollout.checksum for rollout in its]
+    rows = ((((0, 1),), ((),)),)
+    some = replace(plan, rollouts=rollouts, plan=replace(plan.plan, rows=rows), advantages=plan.advantages[:2])
+    part = decode_part(parts_of(some, entries)[0])
+    assert [(r.index, r.info.rollout_id) for r in part.rollouts] == [(2, "a.0/2"), (0, "a.0/0")]
+    renamed = tuple(rollout.changed(rollout_id=f"mine-{rollout.rollout_id}") for rollout in info.rollouts)
     (named,) = decode_infos([encode_info(replace(info, rollouts=renamed))])
-    entries["1-0"] = msgspec.structs.replace(entries["1-0"], info=named)
-    some = Planned(replace(plan, rollouts=PlannedRollouts([(of_push, named)])), entries)
-    assert some.names == (["mine-a.0/2", "mine-a.0/0"], None)
-    assert some.numbers["length"].tolist() == [rollout.length for rollout in its]
-    assert some.numbers["checksum"].tolist() == [rollout.checksum for rollout in its]
+    part = decode_part(parts_of(with_info(some, "1-0", named), entries)[0])
+    assert [r.info.rollout_id for r in part.rollouts] == ["mine-a.0/2", "mine-a.0/0"]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +287,7 @@ def test_digest_tells_apart_every_piece_and_where_it_ends(previous, header, part
 def whole_step() -> list[tuple[bytes, Callable[[bytes], object]]]:
     """Header and parts of a step, each with what decodes it."""
     plan, entries = planned()
-    header = encoded_header(header_record(Planned(plan, entries), meta(), None, {}))
+    header = encoded_header(header_record(plan, meta(), None, {}))
     decode = partial(decode_header, digest="", committed_ms=0)
     return [(header, decode), *((part, decode_part) for part in parts_of(plan, entries))]
 

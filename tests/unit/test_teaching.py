@@ -34,7 +34,7 @@ def group_of(rewards, *, columns=(), named=None, loss_tokens=None, truncated=(),
         changes = {"is_truncated": i in truncated, "rewards": {} if named is None else {"acc": named[i]}}
         if loss_tokens is not None and not loss_tokens[i]:
             changes |= {"loss_tokens": 0, "prompt_tokens": info.length}
-        rollouts.append(dataclasses.replace(info, **changes))
+        rollouts.append(info.changed(**changes))
     return {"rollouts": tuple(rollouts), "columns": columns, "lengths": (25,) * size, "planned": size}
 
 

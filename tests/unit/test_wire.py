@@ -148,7 +148,7 @@ def test_a_shape_that_asks_for_more_than_is_there_is_refused_before_memory_is_se
 )
 def test_a_payload_that_is_not_the_rollout_of_the_metadata_is_refused(field: str, value: Any) -> None:
     push = encode_push(make_group(size=1, lengths=[8], version=4))
-    assert f": {field} = " in refusal(push.payloads[0], replace(push.info.rollouts[0], **{field: value}))
+    assert f": {field} = " in refusal(push.payloads[0], push.info.rollouts[0].changed(**{field: value}))
 
 
 def test_a_payload_of_another_size_or_checksum_than_the_metadata_is_refused() -> None:
@@ -159,7 +159,7 @@ def test_a_payload_of_another_size_or_checksum_than_the_metadata_is_refused() ->
         f"rollout a.0/0: {len(other)} bytes with checksum {payload_checksum(other):08x} do not agree "
         f"with the metadata: {len(data)} bytes with checksum {info.checksum:08x}"
     )
-    assert decode_rollout(data, expected=replace(info, size=0, checksum=0)) == decode_rollout(data)
+    assert decode_rollout(data, expected=info.changed(size=0, checksum=0)) == decode_rollout(data)
 
 
 def giant(tokens: int) -> Rollout:
@@ -207,7 +207,7 @@ def test_metadata_of_a_rollout_above_4_mib_is_refused_with_a_place_to_put_it() -
 def test_metadata_of_exactly_64_kib_is_written_and_read_and_one_byte_more_is_neither() -> None:
     info = make_group(size=1).info()
     fit = (MAX_METADATA_BYTES - 60) // (ROW.size + 162)  # two bytes stand before an id of 160
-    rows = tuple(replace(info.rollouts[0], rollout_id=f"{i:0160d}") for i in range(fit))
+    rows = tuple(info.rollouts[0].changed(rollout_id=f"{i:0160d}") for i in range(fit))
 
     def padded(characters: int) -> bytes:
         return encode_info(replace(info, planned_size=400, rollouts=rows, prompt_id="p" * characters))
@@ -243,7 +243,7 @@ INFO = make_group(size=2, lengths=[8, 8]).info()
     ],
 )
 def test_numbers_that_no_rollout_has_are_refused_and_the_neighbours_of_their_push_are_read(changes: Any) -> None:
-    bad = replace(INFO, rollouts=(replace(INFO.rollouts[0], **changes), INFO.rollouts[1]))
+    bad = replace(INFO, rollouts=(INFO.rollouts[0].changed(**changes), INFO.rollouts[1]))
     try:
         data = encode_info(bad)
     except InvalidRollout:

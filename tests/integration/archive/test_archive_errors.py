@@ -117,7 +117,7 @@ def test_a_payload_that_nobody_of_ours_has_written_is_kept_as_it_came() -> None:
         "payload is damaged: checksum": whole[:-1] + b"\x00",
         "invalid rollout payload: Expected `array`": with_details(whole, spans=5),
     }
-    info = replace(make_group(lengths=[8]).info().rollouts[0], size=0, checksum=0)
+    info = make_group(lengths=[8]).info().rollouts[0].changed(size=0, checksum=0)
     for text, data in payloads.items():
         ref = PartRollout(
             payload_key="k", index=0, info=info, group_id="a.0", env="a", adapter="", advantage=0.0, pushed_ms=5
@@ -125,7 +125,7 @@ def test_a_payload_that_nobody_of_ours_has_written_is_kept_as_it_came() -> None:
         (row,) = rows_of(rollout_table([Source(ref=ref, data=data)]).to_batches()[0])
         assert row["problem"].startswith(text)
         assert payload_of(row) == data
-    announced = replace(info, size=len(whole), checksum=7)
+    announced = info.changed(size=len(whole), checksum=7)
     (row,) = rows_of(rollout_table([Source(ref=replace(ref, info=announced), data=whole)]).to_batches()[0])
     assert "do not agree with the metadata: 160 bytes with checksum 00000007" in row["problem"]
 

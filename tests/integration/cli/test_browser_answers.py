@@ -220,7 +220,7 @@ def test_a_rollout_without_turns_shows_where_its_prompt_ends(run: Run, buffer: r
     run.push("a.0", lengths=[20])
     member = buffer.group("a.0").members[0]
     prompt = member.prompt_tokens
-    assert sections(replace(member, rollout=replace(member.rollout, turns=())), Texts()) == [
+    assert sections(member.changed(rollout=replace(member.rollout, turns=())), Texts()) == [
         (0, prompt, f"prompt · {prompt} tokens", ""),
         (prompt, 20, f"sampled · {20 - prompt} tokens", ""),
     ]

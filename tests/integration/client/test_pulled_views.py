@@ -7,7 +7,7 @@ import struct
 import tracemalloc
 import weakref
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from rlbuffer.client.step_pull import StepPull
 from rlbuffer.packing import assembly
 from rlbuffer.packing.planner import redeal
 from rlbuffer.records.group import Group
-from rlbuffer.records.info import RolloutNumbers, numbers_of
+from rlbuffer.records.info import numbers_of
 from rlbuffer.records.micro_batch import Step
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.spans import Turn, VersionSpan
@@ -186,7 +186,7 @@ def lying(array: str, lie: bytes) -> Callable[[Group], payload.EncodedPush]:
         at = array_at(push.payloads[1], group.rollouts[1], array)
         data[at : at + len(lie)] = lie
         false = resealed(data)
-        info = replace(push.info.rollouts[1], checksum=payload.payload_checksum(false))
+        info = push.info.rollouts[1].changed(checksum=payload.payload_checksum(false))
         rollouts = (push.info.rollouts[0], info, *push.info.rollouts[2:])
         infos = replace(push.info, rollouts=rollouts)
         its = (push.payloads[0], false, *push.payloads[2:])
@@ -356,4 +356,4 @@ def test_every_number_of_a_push_stands_in_the_sample_and_in_the_view(run: Run) -
     views = {member.rollout_id: member for member in find_group(run.store, "a.0").members}
     for pushed in info.rollouts:
         for found in (samples[pushed.rollout_id], views[pushed.rollout_id]):
-            assert {f.name: getattr(found, f.name) for f in fields(RolloutNumbers)} == numbers_of(pushed)
+            assert numbers_of(found) == numbers_of(pushed)

@@ -14,7 +14,7 @@ import rlbuffer
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.step_plan import Drop, StepPlan
+from rlbuffer.records.step_plan import Drop, PlannedRollouts, StepPlan
 from rlbuffer.store.records import Claim, EnvLedger, PoolEntry, TrainedStep
 from rlbuffer.testing import make_group
 
@@ -25,9 +25,8 @@ THRICE = rlbuffer.BatcherConfig(64, step_groups=2, max_uses=3, replay_fraction=1
 
 def reusing(plan: StepPlan, uses: int, *, kept: bool) -> StepPlan:
     """The plan with its groups used `uses` times before."""
-    group_of = {ref.entry_id: ref.group_id for ref in plan.rollouts}
-    entries = [msgspec.structs.replace(e, group_id=group_of[e.entry_id], uses=uses, is_kept=kept) for e in plan.entries]
-    return changed(plan, entries=tuple(entries))
+    entries = [msgspec.structs.replace(e, uses=uses, is_kept=kept) for e in plan.entries]
+    return changed(plan, rollouts=PlannedRollouts(entries))
 
 
 def use(run: Run, entries: list[PoolEntry], uses: int, *, kept: bool) -> tuple[str, Any]:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from daemon_runs import start_trainer
+from msgspec.structs import replace
 from store_runs import Run, plan_of, rollouts_of
 
 from rlbuffer.config.batcher import BatcherConfig
@@ -236,9 +237,8 @@ def test_pin_takes_the_rollouts_of_a_push_as_the_plan_orders_them(run):
     run.push("a.1", size=3)
     entries = run.pool()
     used = {e.entry_id: e for e in entries}
-    (one, of_one), (two, of_two) = ((push, used[push.entry_id].info) for push in plan_of(entries, 1).rollouts.pushes)
-    pieces = [(one._replace(places=[3]), of_one), (two._replace(places=[1]), of_two)]
-    refs = PlannedRollouts([*pieces, (one._replace(places=[1, 0]), of_one), (two._replace(places=[2]), of_two)])
+    one, two = plan_of(entries, 1).entries
+    refs = PlannedRollouts([replace(one, places=[3, 1, 0]), replace(two, places=[1, 2])])
     assert run.store.pin(refs, used) == []
     run.client.hset(entries[0].payload_key, "2", b"short")  # of no use
     assert run.store.pin(refs, used) == []

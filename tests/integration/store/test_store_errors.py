@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import redis
 from store_runs import Run, changed, plan_of
@@ -29,7 +30,7 @@ from rlbuffer.errors import (
     TrainerAhead,
 )
 from rlbuffer.records.policy_version import PolicyVersion
-from rlbuffer.records.step_plan import Drop, EntryUse, StepPlan
+from rlbuffer.records.step_plan import Drop, PlannedRollouts, StepPlan
 from rlbuffer.store.claim import encode_claim
 from rlbuffer.store.records import Claim, PoolEntry, TrainedStep
 from rlbuffer.testing import make_group
@@ -122,8 +123,11 @@ def commit(change: Callable[[StepPlan], StepPlan]) -> Callable[[Run], object]:
 
 def half_of_an_entry(plan: StepPlan) -> StepPlan:
     (use,) = plan.entries
-    half = EntryUse(entry_id=use.entry_id, env="a", packed_rollouts=1, packed_tokens=use.packed_tokens)
-    return changed(plan, entries=(half,))
+    return changed(plan, rollouts=PlannedRollouts([msgspec.structs.replace(use, packed_rollouts=1)]))
+
+
+def twice(plan: StepPlan) -> StepPlan:
+    return changed(plan, rollouts=PlannedRollouts(2 * plan.entries), advantages=np.zeros(4, np.float32))
 
 
 OTHER = Claim(step=1, epoch=1, digest="other", steps=())
@@ -164,7 +168,7 @@ ROWS: dict[str, Row] = {
     "commits after another step": (other_digest, commit(lambda plan: plan), LeaseLost, ("another digest",)),
     "commits an entry twice": (
         pending,
-        commit(lambda plan: changed(plan, entries=2 * plan.entries)),
+        commit(twice),
         RlbufferError,
         ("twice",),
     ),
