@@ -34,7 +34,6 @@ from rlbuffer.daemon.watches import (
     is_silent,
     scorers_missing,
 )
-from rlbuffer.errors import LeaseLost, StepRetired
 from rlbuffer.packing.further_columns import agree
 from rlbuffer.process.garbage_collection import without_garbage_collection
 from rlbuffer.process.logs import fields
@@ -298,7 +297,7 @@ class Leadership:
         if broken:
             self._pending.drop_broken(broken)
             return
-        status, detail = self._store.commit(
+        status, found = self._store.commit(
             plan,
             used,
             meta=self._memory.marked(self._meta, trainer),
@@ -308,21 +307,16 @@ class Leadership:
             decided=decided,
         )
         if status == CommitStatus.GONE:
-            self._pending.refused(plan, detail)
+            self._pending.refused(plan, found)
             return
         self._pending.committed(plan)
         self._meta = replace(self._meta, step=plan.step)
-        try:
-            header = self._store.wait_step(plan.step, block_seconds=0.0)
-        except StepRetired:
-            raise LeaseLost(f"step {plan.step} was trained and retired meanwhile: another leads this run") from None
         self._is_idle = self._is_burst = False
         self._say(None)
-        if header is not None:
-            seconds = time.perf_counter() - started
-            self._memory.committed(header)
-            self._teller.stats.committed(plan, used, header, seconds)
-            self._teller.step(header, round(1000 * seconds, 2), plan.flat)
+        seconds = time.perf_counter() - started
+        self._memory.committed(found)
+        self._teller.stats.committed(plan, used, found, seconds)
+        self._teller.step(found, round(1000 * seconds, 2), plan.flat)
 
     def _say(self, waiting: Waiting | None) -> None:
         workers = [process for process in self._processes if process.kind == "worker"]

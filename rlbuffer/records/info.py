@@ -45,29 +45,22 @@ class Number(NamedTuple):
     """The largest value, either sign, that is believed."""
     fold: str
     """Value of a rollout of several sequences: ``sum`` | ``min`` | ``max`` of theirs, or that of the ``first``."""
-    of: Callable[[Rollout, TokenSequence, Sealed], Any]
-    """Its value for a sequence of a rollout, and its payload."""
-
-
-def _flags(rollout: Rollout, sequence: TokenSequence) -> int:
-    flags = FURTHER if sequence is not rollout else 0 if rollout.reward is None else HAS_REWARD
-    return flags | (IS_TRUNCATED if rollout.is_truncated else 0)
 
 
 NUMBERS = (
-    Number("length", "I", MAX_PAYLOAD_BYTES, "sum", lambda r, s, p: len(s.tokens)),
-    Number("prompt_tokens", "I", MAX_PAYLOAD_BYTES, "first", lambda r, s, p: s.prompt_tokens),
-    Number("loss_tokens", "I", MAX_PAYLOAD_BYTES, "sum", lambda r, s, p: np.count_nonzero(s.loss_mask)),
-    Number("turns", "I", 2**32 - 1, "sum", lambda r, s, p: len(s.turns)),
-    Number("largest_token", "I", 2**31 - 1, "max", lambda r, s, p: s.tokens.item(s.tokens.argmax())),
-    Number("reward", "d", MAX_NUMBER, "first", lambda r, s, p: 0.0 if s is not r or r.reward is None else r.reward),
-    Number("min_version", "Q", MAX_COUNT, "min", lambda r, s, p: min(s.version_spans)[0]),
-    Number("max_version", "Q", MAX_COUNT, "max", lambda r, s, p: max(s.version_spans)[0]),
-    Number("flags", "B", HAS_REWARD | IS_TRUNCATED | FURTHER, "first", lambda r, s, p: _flags(r, s)),
-    Number("size", "I", MAX_PAYLOAD_BYTES, "sum", lambda r, s, p: p[0]),
-    Number("checksum", "I", 2**32 - 1, "first", lambda r, s, p: p[1]),
+    Number("length", "I", MAX_PAYLOAD_BYTES, "sum"),
+    Number("prompt_tokens", "I", MAX_PAYLOAD_BYTES, "first"),
+    Number("loss_tokens", "I", MAX_PAYLOAD_BYTES, "sum"),
+    Number("turns", "I", 2**32 - 1, "sum"),
+    Number("largest_token", "I", 2**31 - 1, "max"),
+    Number("reward", "d", MAX_NUMBER, "first"),
+    Number("min_version", "Q", MAX_COUNT, "min"),
+    Number("max_version", "Q", MAX_COUNT, "max"),
+    Number("flags", "B", HAS_REWARD | IS_TRUNCATED | FURTHER, "first"),
+    Number("size", "I", MAX_PAYLOAD_BYTES, "sum"),
+    Number("checksum", "I", 2**32 - 1, "first"),
 )
-"""The numbers of a sequence, from the push to the pull: a further one is a line here, a field of
+"""The numbers of a sequence, from the push to the pull: a further one is a line here and in :func:`_values`, a field of
 :class:`RolloutNumbers`, the next `SCHEMA` of rlbuffer/store/keys.py, and the place that uses it."""
 ROW = struct.Struct("<" + "".join(number.code for number in NUMBERS))
 """The numbers of a sequence, packed; the reward is 0.0 for none."""
@@ -78,14 +71,37 @@ _PYTHON_FOLDS: Mapping[str, Callable[[Sequence[int]], int]] = {"sum": sum, "min"
 _FOLDS: Mapping[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 
 
+def _values(rollout: Rollout, sequence: TokenSequence, payload: Sealed) -> dict[str, Any]:
+    """Name -> number of a sequence of a rollout."""
+    tokens, spans = sequence.tokens, sequence.version_spans
+    reward = rollout.reward if sequence is rollout else None
+    flags = FURTHER if sequence is not rollout else 0 if reward is None else HAS_REWARD
+    size, checksum = payload
+    return {
+        "length": len(tokens),
+        "prompt_tokens": sequence.prompt_tokens,
+        "loss_tokens": np.count_nonzero(sequence.loss_mask),
+        "turns": len(sequence.turns),
+        "largest_token": tokens.item(tokens.argmax()),
+        "reward": 0.0 if reward is None else reward,
+        "min_version": min(spans)[0],
+        "max_version": max(spans)[0],
+        "flags": flags | (IS_TRUNCATED if rollout.is_truncated else 0),
+        "size": size,
+        "checksum": checksum,
+    }
+
+
 def row_of(rollout: Rollout, sequence: TokenSequence, payload: Sealed = (0, 0)) -> bytes:
     """The numbers of a sequence of a rollout as a :data:`ROW`."""
-    return ROW.pack(*[number.of(rollout, sequence, payload) for number in NUMBERS])
+    values = _values(rollout, sequence, payload)
+    return ROW.pack(*[values[name] for name in _NAMES])
 
 
 def own_numbers(rollout: Rollout, sequence: TokenSequence) -> dict[str, Any]:
     """The numbers of a sequence that are not its rollout's, by name; of its payload nothing is known."""
-    return {n.name: n.of(rollout, sequence, (0, 0)) for n in NUMBERS if n.name not in ("reward", "flags")}
+    values = _values(rollout, sequence, (0, 0))
+    return {name: values[name] for name in _NAMES if name not in ("reward", "flags")}
 
 
 def numbers_of(info: RolloutInfo) -> dict[str, Any]:

@@ -436,7 +436,9 @@ def without_logprobs(rollout: Rollout) -> tuple[int, ...]:
     return tuple(
         number
         for number, sequence in enumerate(rollout.sequences)
-        if sequence.loss_mask.any() and not sequence.logprobs[sequence.loss_mask].any()
+        if not (sequence.loss_mask[-1] and sequence.logprobs[-1])  # nearly always it has one: nothing more is looked at
+        and sequence.loss_mask.any()
+        and not sequence.logprobs[sequence.loss_mask].any()
     )
 
 

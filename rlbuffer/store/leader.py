@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rlbuffer.errors import LeaseLost, RlbufferError
+from rlbuffer.errors import LeaseLost, RlbufferError, StepRetired
 from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.info import ROW_DTYPE
 from rlbuffer.records.states import CommitStatus, Reason
@@ -36,6 +36,7 @@ from rlbuffer.store.step_format import (
     check_numbers,
     encoded_header,
     encoded_parts,
+    header_from,
     header_record,
     left_out,
     step_digest,
@@ -314,7 +315,7 @@ class LeaderStore(TicketStore):
         columns: Columns,
         decided: Decided | None = None,
     ) -> tuple[CommitStatus, Any]:
-        """COMMIT. -> (``ok`` | ``duplicate``, digest) or (``gone``, [entry ids]).
+        """COMMIT. -> (``ok`` | ``duplicate``, header) or (``gone``, [entry ids]).
 
         `columns` are those that the plan's pushes agree on; `decided` is kept in the history.
 
@@ -357,16 +358,23 @@ class LeaderStore(TicketStore):
             args,
             since=self.since,
         )
-        return self._committed(reply, plan, entries, meta, digest)
+        if text(reply[0]) == "OK":
+            return CommitStatus.OK, header_from(record, digest=digest, committed_ms=int(reply[1]))[0]
+        return self._not_committed(reply, plan, entries, meta)
 
-    def _committed(
-        self, reply: Sequence[Any], plan: StepPlan, entries: Mapping[str, PoolEntry], meta: Meta, digest: str
+    def _not_committed(
+        self, reply: Sequence[Any], plan: StepPlan, entries: Mapping[str, PoolEntry], meta: Meta
     ) -> tuple[CommitStatus, Any]:
+        """COMMIT changed nothing; it had, where an answer was lost."""
         status = text(reply[0])
-        if status == "OK":
-            return CommitStatus.OK, digest
         if status == "DUP":
-            return CommitStatus.DUPLICATE, digest
+            try:
+                header = self.wait_step(plan.step, block_seconds=0.0)
+            except StepRetired:
+                raise LeaseLost(f"step {plan.step} was trained and retired meanwhile: another leads this run") from None
+            if header is None:
+                raise self.unexpected("commit", reply)
+            return CommitStatus.DUPLICATE, header
         if status == "GONE":
             return CommitStatus.GONE, [text(entry_id) for entry_id in reply[1:]]
         if status == "ORDER":

@@ -264,30 +264,35 @@ def decode_header(data: bytes, *, digest: str, committed_ms: int) -> tuple[StepH
     """Returns the header, and the age limits per env that held when it was committed."""
     packed = unsealed(data, "step header")
     try:
-        record = payload.loads(packed, limit=MAX_STEP_BYTES)
-        limits = dict(record.pop("age_limits"))
-        record.setdefault("sequences", record["rollouts"])
-        group_ids = tuple(record.pop("group_ids"))
-        closed_by = ClosedBy(record.pop("closed_by"))
-        columns = {name: (dtype, tuple(shape)) for name, (dtype, *shape) in record.pop("columns").items()}
-        adapters = {name: AdapterProgress(**progress) for name, progress in record.pop("adapters", {}).items()}
-        if unknown := sorted(record.keys() - _HEADER_FIELDS):
-            raise PayloadError(
-                f"this rlbuffer does not know {', '.join(unknown)}: a newer one made the step, update this one"
-            )
-        header = StepHeader(
-            digest=digest,
-            committed_ms=committed_ms,
-            group_ids=group_ids,
-            closed_by=closed_by,
-            columns=columns,
-            adapters=adapters,
-            **record,
-        )
+        return header_from(payload.loads(packed, limit=MAX_STEP_BYTES), digest=digest, committed_ms=committed_ms)
     except PayloadError as error:
         raise PayloadError(f"step header: {error}") from None
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise PayloadError(f"step header: unexpected content ({type(error).__name__}: {error})") from None
+
+
+def header_from(values: Mapping[str, Any], *, digest: str, committed_ms: int) -> tuple[StepHeader, dict[str, Any]]:
+    """As :func:`decode_header`, of the values of a header. Raises PayloadError, and whatever wrong values raise."""
+    record = dict(values)
+    limits = dict(record.pop("age_limits"))
+    record.setdefault("sequences", record["rollouts"])
+    group_ids = tuple(record.pop("group_ids"))
+    closed_by = ClosedBy(record.pop("closed_by"))
+    columns = {name: (dtype, tuple(shape)) for name, (dtype, *shape) in record.pop("columns").items()}
+    adapters = {name: AdapterProgress(**progress) for name, progress in record.pop("adapters", {}).items()}
+    if unknown := sorted(record.keys() - _HEADER_FIELDS):
+        raise PayloadError(
+            f"this rlbuffer does not know {', '.join(unknown)}: a newer one made the step, update this one"
+        )
+    header = StepHeader(
+        digest=digest,
+        committed_ms=committed_ms,
+        group_ids=group_ids,
+        closed_by=closed_by,
+        columns=columns,
+        adapters=adapters,
+        **record,
+    )
     return header, limits
 
 

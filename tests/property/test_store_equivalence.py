@@ -130,7 +130,7 @@ class World:
         by_id = {e.entry_id: e for e in used}
         broken = leader.pin(plan.rollouts, by_id)
         status, detail = leader.commit(plan, by_id, meta=meta, columns={}, state={"step": plan.step})
-        return broken, status, detail
+        return broken, status, detail if status == "gone" else detail.digest
 
     def drop(self, owner: str, skip: int, reason: str) -> None:
         drops = []

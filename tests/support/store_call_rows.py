@@ -120,7 +120,7 @@ def _push_many(store: EveryRole, run: Run) -> Any:
 def _commit(store: EveryRole, run: Run) -> Any:
     entries = {entry.entry_id: entry for entry in run.pool()}
     plan = plan_of(list(entries.values()), 1)
-    return store.commit(plan, entries, meta=run.meta, columns={}, state={"deficits": {"a": 1.5}})[1]
+    return store.commit(plan, entries, meta=run.meta, columns={}, state={"deficits": {"a": 1.5}})[1].digest
 
 
 def _led(store: Any) -> Any:

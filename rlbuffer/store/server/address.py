@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -28,6 +29,7 @@ FORMS = (
 )
 
 
+@lru_cache(maxsize=16)
 def redacted(url: str) -> str:
     """`url` without its password.
 

@@ -25,11 +25,11 @@ def test_committed_step_moves_everything_at_once(run):
     run.push("a.0", size=3, rewards=[0, 1, 1])
     run.push("b.0", size=2, rewards=[0, 0])
     entries = run.pool()
-    status, digest = run.commit()
+    status, header = run.commit()
     assert status == "ok"
     assert run.pool() == []
-    header = run.store.wait_step(1, block_seconds=0)
-    assert (header.step, header.digest, header.previous_digest, header.world_size) == (1, digest, "", 2)
+    assert header == run.store.wait_step(1, block_seconds=0)
+    assert (header.step, header.previous_digest, header.world_size) == (1, "", 2)
     assert (header.rollouts, header.group_ids, header.closed_by) == (5, ("a.0", "b.0"), "capacity")
     tokens = sum(e.tokens for e in entries)
     assert (header.tokens, header.fill) == (tokens, tokens / (2 * 3 * 64))
@@ -45,7 +45,7 @@ def test_committed_step_moves_everything_at_once(run):
     assert ledger.total().pending == (0, 0)
     assert run.store.closed_groups() == ["a.0", "b.0"]
     assert run.store.load_state() == {"deficits": {"a": 1.5}}
-    assert (run.store.meta().step, run.store.meta().digest) == (1, digest)
+    assert (run.store.meta().step, run.store.meta().digest) == (1, header.digest)
     assert run.store.history()[0]["event"] == "step"
     assert run.client.zrange(run.store.keys.garbage, 0, -1, withscores=True) == [
         [e.payload_key.encode(), 1.0] for e in entries
