@@ -26,7 +26,7 @@ from typing import Any
 
 from rlbuffer.batcher.age import oldest_version
 from rlbuffer.batcher.budget import size_of
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import RlbufferError
 from rlbuffer.records.step_plan import AdapterProgress
@@ -68,7 +68,7 @@ class AdapterAccounts:
         return 1 + max(account.step if account else 0, published.get(adapter, 0))
 
     def settle(
-        self, step: int, groups: Iterable[Group], config: BatcherConfig, published: Mapping[str, int]
+        self, step: int, groups: Iterable[PooledGroup], config: BatcherConfig, published: Mapping[str, int]
     ) -> tuple[AdapterAccounts, dict[str, AdapterProgress]]:
         """The accounts once `step` is committed with `groups`, in the order of selection; and each one's progress."""
         tags = {env: dict(turns) for env, turns in self.tags.items()}
@@ -150,7 +150,7 @@ def at_step(
     return {**state, "step": step, "adapters": adapters, "turns": {}}
 
 
-def charge(tags: Tags, group: Group, unit: str) -> None:
+def charge(tags: Tags, group: PooledGroup, unit: str) -> None:
     """Moves an env's tags for one group that was selected: service begins where its adapter stood."""
     start = tags.get(group.adapter, 0)
     for other, tag in tags.items():
@@ -174,18 +174,18 @@ class Queue:
 
     def __init__(
         self,
-        lanes: Mapping[str, Iterator[Group]],
+        lanes: Mapping[str, Iterator[PooledGroup]],
         tags: Mapping[str, int] | None = None,
         unit: str = "tokens",
-        is_last: Callable[[Group], bool] | None = None,
+        is_last: Callable[[PooledGroup], bool] | None = None,
     ) -> None:
         self._lanes = {adapter: lanes[adapter] for adapter in sorted(lanes)}
         self._tags = dict(tags or {})
         self._unit, self._is_last = unit, is_last
-        self._heads: dict[str, Group] = {}
+        self._heads: dict[str, PooledGroup] = {}
         for adapter in self._lanes:
             self._advance(adapter)
-        self.head: Group | None = self._first()
+        self.head: PooledGroup | None = self._first()
         """The group that goes next; None when there is none."""
 
     def take(self) -> None:
@@ -207,7 +207,7 @@ class Queue:
         else:
             self._heads[adapter] = group
 
-    def _first(self) -> Group | None:
+    def _first(self) -> PooledGroup | None:
         # The first by name of equals: `min` keeps the first, and lanes are in order of names.
         if len(self._heads) < 2:
             return next(iter(self._heads.values()), None)

@@ -24,7 +24,7 @@ from types import MappingProxyType
 
 from rlbuffer.batcher import budget, slow
 from rlbuffer.batcher.budget import Deficits
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.batcher.selection import Limits, Trial
 from rlbuffer.batcher.situation import Situation
 
@@ -80,7 +80,7 @@ def allow(
     limits: Limits,
     *,
     awaited: Collection[str] = (),
-    taken: Collection[Group] = (),
+    taken: Collection[PooledGroup] = (),
 ) -> dict[str, int]:
     """env -> tickets that may be out while `step` is the next to be planned; ``*`` stands for envs not named.
 

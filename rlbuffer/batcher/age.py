@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 
 
 def age_at(step: int, min_version: int) -> int:
@@ -46,10 +46,10 @@ class VersionIndex:
 
     def __init__(self) -> None:
         # OrderedDict, because deleting from the front of a dict makes its next first element O(n) to find.
-        self._buckets: dict[int, OrderedDict[str, Group]] = {}
+        self._buckets: dict[int, OrderedDict[str, PooledGroup]] = {}
         self._versions: list[int] = []
 
-    def add(self, group: Group) -> None:
+    def add(self, group: PooledGroup) -> None:
         """Puts a group at the end of its version's bucket."""
         bucket = self._buckets.get(group.min_version)
         if bucket is None:
@@ -57,7 +57,7 @@ class VersionIndex:
             insort(self._versions, group.min_version)
         bucket[group.group_id] = group
 
-    def discard(self, group: Group) -> None:
+    def discard(self, group: PooledGroup) -> None:
         """Takes a group out; nothing happens when it is not there."""
         bucket = self._buckets.get(group.min_version)
         if bucket is None or bucket.pop(group.group_id, None) is None:
@@ -65,16 +65,18 @@ class VersionIndex:
         if not bucket:
             self._forget(group.min_version)
 
-    def pop_older_than(self, version: int) -> list[Group]:
+    def pop_older_than(self, version: int) -> list[PooledGroup]:
         """Removes and returns every group sampled by a version below `version`, oldest first."""
-        out: list[Group] = []
+        out: list[PooledGroup] = []
         while self._versions and self._versions[0] < version:
             oldest = self._versions[0]
             out.extend(self._buckets[oldest].values())
             self._forget(oldest)
         return out
 
-    def walk(self, *, newest_first: bool, oldest: int, key: Callable[[Group], Any] | None = None) -> Iterator[Group]:
+    def walk(
+        self, *, newest_first: bool, oldest: int, key: Callable[[PooledGroup], Any] | None = None
+    ) -> Iterator[PooledGroup]:
         """Groups of version `oldest` or newer, in the order in which they should train: those of a version by `key`,
         else as they came. Must not change meanwhile."""
         versions = self._versions[bisect_left(self._versions, oldest) :]
@@ -82,7 +84,7 @@ class VersionIndex:
             groups = self._buckets[version].values()
             yield from groups if key is None else sorted(groups, key=key)
 
-    def of(self, version: int) -> list[Group]:
+    def of(self, version: int) -> list[PooledGroup]:
         """The groups of one version, as they came."""
         return [*self._buckets.get(version, {}).values()]
 

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlbuffer.batcher import adapters, admission, budget, closing, pace, slow, step_plan
-from rlbuffer.batcher.group import Group, Rejected
+from rlbuffer.batcher.group import PooledGroup, Rejected
 from rlbuffer.batcher.ordering import load_selector
 from rlbuffer.batcher.pool import EnvGroups, Pool
 from rlbuffer.batcher.selection import Limits, Trial, select
@@ -124,7 +124,7 @@ class Batcher:
         uses: int = 0,
         pushed: float | None = None,
         replaces: str = "",
-    ) -> Group | None:
+    ) -> PooledGroup | None:
         """Takes in one push: a group or a part of one. An entry that is known already is ignored.
 
         Returns:
@@ -249,12 +249,12 @@ class Batcher:
         """
         pool, patience, situation = self._pool, self._patience, self._situation
         self.waited_for = {}
-        self._let_go_what_is_over(step, now, rng)
+        self._drop_rest_when_over(step, now, rng)
         limits = situation.limits(world_size)
         fractions, waits_to_learn = situation.fractions(step), 0
         patience.judge(pool.now, [env for env in fractions if budget.has_budget(self._config, env)])
         while True:
-            trial, awaited = self._look(step, limits, fractions)
+            trial, awaited = self._try(step, limits, fractions)
             closed = closing.close(trial, situation, limits, world_size)
             closed = closed or self._close_rest(step, limits, fractions, world_size)
             if closed is None:
@@ -335,7 +335,7 @@ class Batcher:
         dumped = budget.dump(situation.accounts) | situation.adapters.dump() | situation.pace.dump()
         return dumped | {"step": step} | ({"at": at} if math.isfinite(at) else {})
 
-    def _let_go_what_is_over(self, step: int, now: float, rng: np.random.Generator) -> None:
+    def _drop_rest_when_over(self, step: int, now: float, rng: np.random.Generator) -> None:
         """Drops or closes what time and age have overtaken, and ranks what became ready."""
         situation = self._situation
         self._pool.advance(
@@ -347,7 +347,7 @@ class Batcher:
         if self._selector is not None:
             self._pool.rank(self._selector, rng)
 
-    def _look(self, step: int, limits: Limits, fractions: Mapping[str, float]) -> tuple[Trial, Collection[str]]:
+    def _try(self, step: int, limits: Limits, fractions: Mapping[str, float]) -> tuple[Trial, Collection[str]]:
         """One trial, what it teaches about who is waited for, and the envs that need at least one ticket."""
         situation, pool = self._situation, self._pool
         trial = self._select(step, limits, fractions)
@@ -404,7 +404,7 @@ class Batcher:
             closed_by = ClosedBy.END if is_last else ClosedBy.TIMEOUT
             return closing.close_as_it_is(groups, situation, limits, world_size, closed_by)
         if is_last:
-            self._pool.let_go(paused=situation.paused)
+            self._pool.drop_rest(paused=situation.paused)
         return None
 
     def _plan(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.batcher.group import Group, Rejected
+from rlbuffer.batcher.group import PooledGroup, Rejected
 from rlbuffer.batcher.selection import Ended, Limits, Trial
 from rlbuffer.batcher.situation import Situation
 from rlbuffer.batcher.step_plan import plan_groups
@@ -22,16 +22,16 @@ from rlbuffer.packing.planner import fewest_rows
 from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.step_plan import Plan
 
-Planner = Callable[[Sequence[Group]], Plan]
+Planner = Callable[[Sequence[PooledGroup]], Plan]
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
     """A step that takes no more groups."""
 
-    groups: Sequence[Group]
+    groups: Sequence[PooledGroup]
     """Groups in the order of selection."""
-    laid_out: Sequence[Group]
+    laid_out: Sequence[PooledGroup]
     """The groups as the step holds them."""
     plan: Plan
     closed_by: ClosedBy
@@ -63,12 +63,12 @@ def close(trial: Trial, situation: Situation, limits: Limits, world_size: int) -
 
 
 def close_as_it_is(
-    groups: Sequence[Group], situation: Situation, limits: Limits, world_size: int, closed_by: ClosedBy
+    groups: Sequence[PooledGroup], situation: Situation, limits: Limits, world_size: int, closed_by: ClosedBy
 ) -> Closed:
     """The step of as many of these groups as it holds."""
     config = situation.config
 
-    def planner(some: Sequence[Group]) -> Plan:
+    def planner(some: Sequence[PooledGroup]) -> Plan:
         return plan_groups(some, config, world_size)
 
     if not limits.by_rows:
@@ -78,7 +78,7 @@ def close_as_it_is(
     return Closed(kept, kept, plan, closed_by)
 
 
-def useless(closed: Closed, teaching: Teaching) -> list[tuple[Group, Rejected]]:
+def useless(closed: Closed, teaching: Teaching) -> list[tuple[PooledGroup, Rejected]]:
     """The groups that go before a step is made of others: all, where no token of the step is trained, because it would
     divide by 0; the fresh ones of the last step, where it teaches nothing. None of a stream."""
     if teaching.is_trainers:
@@ -99,13 +99,13 @@ def waits_to_learn(closed: Closed, teaching: Teaching) -> bool:
     return closed.closed_by in (ClosedBy.TIMEOUT, ClosedBy.END) and not any(map(teaching.of, closed.groups))
 
 
-def _name(group: Group) -> tuple[str, int, str]:
+def _name(group: PooledGroup) -> tuple[str, int, str]:
     """Sort key of the groups of a step that closes at a count: by name, so that the same groups make the same step in
     whatever order they came. A step that closes otherwise keeps the order of selection."""
     return group.env, len(group.group_id), group.group_id
 
 
-def longest_fit(groups: Sequence[Group], planner: Planner, micro_steps: int) -> tuple[int, Plan]:
+def longest_fit(groups: Sequence[PooledGroup], planner: Planner, micro_steps: int) -> tuple[int, Plan]:
     """The longest prefix of `groups` whose plan has at most `micro_steps` forward passes, and that plan.
 
     At least one group, even if it alone needs more: else a group larger than a step would block it for ever. More than
@@ -130,7 +130,7 @@ def longest_fit(groups: Sequence[Group], planner: Planner, micro_steps: int) -> 
     return (best, best_plan) if best else (1, planner(groups[:1]))
 
 
-def needs_more_rows(groups: Sequence[Group], row_tokens: int, rows: int) -> bool:
+def needs_more_rows(groups: Sequence[PooledGroup], row_tokens: int, rows: int) -> bool:
     """True when no packing puts `groups` into `rows` rows: then the step is full although its tokens are not."""
     adapters: dict[str, list[int]] = {}
     for group in groups:

@@ -71,7 +71,7 @@ class Part(NamedTuple):
         return tuple((r, len(lengths[r]), sum(lengths[r])) for r in _REASONS if r in lengths)
 
 
-class Group:
+class PooledGroup:
     """One group as the batcher holds it: its parts, and running sums of the rollouts that have joined.
 
     Most groups are one push that joins whole, by sums that came with it: nobody looks at its rollouts until the group
@@ -84,7 +84,6 @@ class Group:
         "env",
         "flatness",
         "group_id",
-        "held",
         "is_ready",
         "max_version",
         "min_version",
@@ -93,6 +92,7 @@ class Group:
         "planned_size",
         "prompt_id",
         "pushed",
+        "rejected",
         "rollouts",
         "since",
         "tokens",
@@ -120,7 +120,7 @@ class Group:
     def _empty(self) -> None:
         self.parts: dict[str, Part] = {}
         """entry id -> part, of those that count: their rollouts have joined, or take the place of planned ones."""
-        self.held: dict[str, Rejected] = {}
+        self.rejected: dict[str, Rejected] = {}
         """entry id -> why, of the parts of which no rollout has joined. They stay as long as the group, as they would
         in one push with the others."""
         self.needs: frozenset[str] = frozenset()
@@ -209,14 +209,14 @@ class Group:
             why = Rejected(reason, counted(Counter(r.failure for r in info.rollouts if r.failure)))
         if not counting:
             return why
-        self.hold(entry_id, info, why, [why.reason for why in reasons])
+        self.keep_rejected(entry_id, info, why, [why.reason for why in reasons])
         return None
 
-    def hold(self, entry_id: str, info: GroupInfo, why: Rejected, reasons: Sequence[Reason] = ()) -> None:
+    def keep_rejected(self, entry_id: str, info: GroupInfo, why: Rejected, reasons: Sequence[Reason] = ()) -> None:
         """Keeps a push of which no rollout joins; `reasons`: of each, where it is not `why` for all."""
         reasons = reasons or [why.reason] * info.totals.rollouts
         self.parts[entry_id] = Part(info, [], tuple(enumerate(reasons)), 0)
-        self.held[entry_id] = why
+        self.rejected[entry_id] = why
 
     def exchange(
         self, old: str, entry_id: str, info: GroupInfo, row_tokens: int

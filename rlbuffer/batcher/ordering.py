@@ -23,7 +23,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.imports import failed_in, load, refused
 from rlbuffer.errors import InvalidRollout
@@ -75,7 +75,9 @@ def load_selector(config: BatcherConfig) -> Selector | None:
     return made
 
 
-def priority_of(group: Group, selector: Selector, rng: np.random.Generator, order: str, lesson: float = 0.0) -> float:
+def priority_of(
+    group: PooledGroup, selector: Selector, rng: np.random.Generator, order: str, lesson: float = 0.0
+) -> float:
     """The selector's answer, checked. `lesson` is what the group teaches.
 
     Raises:
@@ -116,16 +118,16 @@ class PriorityIndex:
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, str]] = []
-        self._live: dict[str, tuple[int, Group]] = {}
+        self._live: dict[str, tuple[int, PooledGroup]] = {}
         self._sequence = 0
 
-    def add(self, group: Group, priority: float) -> None:
+    def add(self, group: PooledGroup, priority: float) -> None:
         """Puts a group in; one that is here already changes its priority."""
         self._sequence += 1
         self._live[group.group_id] = (self._sequence, group)
         heappush(self._heap, (-priority, -group.min_version, self._sequence, group.group_id))
 
-    def discard(self, group: Group) -> None:
+    def discard(self, group: PooledGroup) -> None:
         """Takes a group out; nothing happens when it is not there."""
         if self._live.pop(group.group_id, None) is None:
             return
@@ -135,7 +137,7 @@ class PriorityIndex:
             self._heap = [entry for entry in self._heap if self._is_live(entry)]
             heapify(self._heap)
 
-    def walk(self, *, oldest: int) -> Iterator[Group]:
+    def walk(self, *, oldest: int) -> Iterator[PooledGroup]:
         """Groups of version `oldest` or newer, the largest priority first. Must not change meanwhile."""
         heap = self._heap
         frontier = [(heap[0], 0)] if heap else []

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from rlbuffer.batcher.age import VersionIndex, age_at, is_future, oldest_version
-from rlbuffer.batcher.group import Group, Rejected, drop_part
+from rlbuffer.batcher.group import PooledGroup, Rejected, drop_part
 from rlbuffer.batcher.ordering import PriorityIndex, Selector, priority_of
 from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import BatcherConfig, EnvSettings, remembered_steps
@@ -82,9 +82,9 @@ class EnvGroups:
         """Adapter -> its groups."""
         self.needs: Counter[str] = Counter()
         """What is missing -> forming groups that need it."""
-        self.forming: OrderedDict[str, Group] = OrderedDict()
+        self.forming: OrderedDict[str, PooledGroup] = OrderedDict()
         """By their first part, the oldest first: whose timeout comes next."""
-        self.expiring: deque[Group] = deque()
+        self.expiring: deque[PooledGroup] = deque()
         """Groups in the order of their first push; empty where `max_age_seconds` is not set."""
         self.forming_tokens = 0
         self.ready_groups = 0
@@ -111,7 +111,7 @@ class EnvGroups:
             lane = self.lanes[adapter] = Lane()
         return lane
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: PooledGroup) -> None:
         """Takes a group out of every index and sum, so that it may change. Its place in time it keeps until it ends or
         is ready."""
         self._count(group, -1)
@@ -123,7 +123,7 @@ class EnvGroups:
         else:
             lane.forming.discard(group)
 
-    def add(self, group: Group) -> None:
+    def add(self, group: PooledGroup) -> None:
         """Puts a group where it belongs."""
         self._count(group, 1)
         lane = self.lane(group.adapter)
@@ -153,7 +153,7 @@ class EnvGroups:
             "ages": dict(ages),
         }
 
-    def _count(self, group: Group, sign: int) -> None:
+    def _count(self, group: PooledGroup, sign: int) -> None:
         if group.is_ready:
             self.ready_groups += sign
             self.ready_rollouts += sign * group.rollouts
@@ -179,7 +179,7 @@ class Pool:
         """Priorities decide the order, not versions."""
         self._dropping: dict[str, tuple[tuple[str, ...], GroupInfo]] = {}
         """entry id -> all entries of its unconfirmed drop, and what it holds."""
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, PooledGroup] = {}
         self._entries: dict[str, str] = {}
         """entry id -> its group."""
         self._closed: OrderedDict[str, tuple[float, int]] = OrderedDict()
@@ -187,14 +187,14 @@ class Pool:
         self._began: tuple[float, int] | None = None
         """The first time and step that were told: what was closed before, by a takeover, was closed then."""
         self._step = 0
-        self._unjudged: list[Group] = []
+        self._unjudged: list[PooledGroup] = []
         """Groups that got a part since the last sweep: one of them may be from the future."""
-        self._unranked: list[Group] = []
+        self._unranked: list[PooledGroup] = []
 
     # -- arriving -----------------------------------------------------------------------------------------------------
     def add(
         self, info: GroupInfo, entry_id: str, now: float, pushed: float | None = None, replaces: str = ""
-    ) -> Group | None:
+    ) -> PooledGroup | None:
         """Merges one push into its group; an entry that is already here is ignored. `replaces` is gone then. -> the
         group, where this push is all of it, and nothing more is to come."""
         if entry_id in self._entries:
@@ -233,16 +233,16 @@ class Pool:
             self._entries[entry_id] = group.group_id
             why = group.take(entry_id, info, self.config.row_tokens)
             if why is not None:
-                group.hold(entry_id, info, why)
+                group.keep_rejected(entry_id, info, why)
         group.is_ready = True
         self._unjudged.append(group)  # steps that trained it may be void
         self._groups_of(group.env).add(group)
         if not group.rollouts:
             self.drop(group, Reason.OVERSIZED, "no rollout of it fits a row any more")
 
-    def _begin(self, info: GroupInfo, pushed: float | None, uses: int = 0) -> Group:
+    def _begin(self, info: GroupInfo, pushed: float | None, uses: int = 0) -> PooledGroup:
         """A new group, not placed yet."""
-        group = self._groups[info.group_id] = Group(info, self.now, pushed, uses)
+        group = self._groups[info.group_id] = PooledGroup(info, self.now, pushed, uses)
         env = self._groups_of(group.env)
         env.lane(group.adapter)  # it is sampled there, whatever becomes of the group
         if env.settings.max_age_seconds is not None:
@@ -253,13 +253,15 @@ class Pool:
         """Puts a push in the place of one that is here. -> False when its group waits for nothing any more: then it
         is a push like any other, unless no rollout of it has joined."""
         group = self._groups.get(info.group_id)
-        if group is None or old not in group.parts or (group.is_ready and old not in group.held):
+        if group is None or old not in group.parts or (group.is_ready and old not in group.rejected):
             self.remove(old)
             return False
         del self._entries[old]
         self._entries[entry_id] = info.group_id
         if group.is_ready:
-            group.hold(entry_id, info, group.held.pop(old), [reason for _, reason in group.parts.pop(old).left_out])
+            group.keep_rejected(
+                entry_id, info, group.rejected.pop(old), [reason for _, reason in group.parts.pop(old).left_out]
+            )
             return True
         self._groups_of(group.env).remove(group)
         for key, part, why in group.exchange(old, entry_id, info, self.config.row_tokens):
@@ -268,12 +270,12 @@ class Pool:
         return True
 
     # -- leaving ------------------------------------------------------------------------------------------------------
-    def drop(self, group: Group, reason: Reason, detail: str) -> None:
+    def drop(self, group: PooledGroup, reason: Reason, detail: str) -> None:
         """Takes a group out and queues its drop."""
         self._groups_of(group.env).remove(group)
         self._end(group, reason, detail)
 
-    def let_go(self, *, paused: Collection[str]) -> None:
+    def drop_rest(self, *, paused: Collection[str]) -> None:
         """Drops what is left when no further step can be made."""
         for name in sorted(self.envs.keys() - set(paused)):
             for lane in self.envs[name].lanes.values():
@@ -304,8 +306,8 @@ class Pool:
         """Forgets an entry that is gone from the store; what is left of its group is no longer whole and is dropped."""
         group = self._groups.get(self._entries.pop(entry_id, ""))
         self._withdraw(entry_id)
-        if group is not None and entry_id in group.held:
-            del group.held[entry_id]
+        if group is not None and entry_id in group.rejected:
+            del group.rejected[entry_id]
             del group.parts[entry_id]  # what it held has come all the same
         elif group is not None and entry_id in group.parts:
             self._groups_of(group.env).remove(group)
@@ -432,11 +434,11 @@ class Pool:
         oldest = {a: _oldest_kept(step_of(a), env.settings.max_age, published.get(a)) for a in env.lanes}
         return len(env.forming) + sum(lane.ready.count(oldest[adapter]) for adapter, lane in env.lanes.items())
 
-    def queues(self, name: str, step_of: StepOf) -> dict[str, Iterator[Group]]:
+    def queues(self, name: str, step_of: StepOf) -> dict[str, Iterator[PooledGroup]]:
         """adapter -> the env's ready groups that can train, in the order in which they should. The pool must not change
         meanwhile."""
         env, newest_first = self.env(name), self.config.order != "oldest_first"
-        out: dict[str, Iterator[Group]] = {}
+        out: dict[str, Iterator[PooledGroup]] = {}
         for adapter, lane in env.lanes.items():
             oldest = oldest_version(step_of(adapter), env.settings.max_age)
             key = by_ticket if self.config.slow == "wait" else None
@@ -452,10 +454,10 @@ class Pool:
             env = self.envs[name] = EnvGroups(self.config.for_env(name))
         return env
 
-    def _is_here(self, group: Group) -> bool:
+    def _is_here(self, group: PooledGroup) -> bool:
         return self._groups.get(group.group_id) is group
 
-    def _put_back(self, group: Group, over: str = "") -> None:
+    def _put_back(self, group: PooledGroup, over: str = "") -> None:
         """Puts a forming group back that was taken out, unless it is too small, or nobody wants it.
 
         It is ready when nothing more is to come, or its time is `over`: that says how.
@@ -475,16 +477,16 @@ class Pool:
                 self._unranked.append(group)
         env.add(group)
 
-    def _end(self, group: Group, reason: Reason, detail: str) -> None:
+    def _end(self, group: PooledGroup, reason: Reason, detail: str) -> None:
         """Drops a group that was taken out; what it holds of untrainable rollouts goes for their reason."""
         self._forget(group)
-        for entry_id, why in ({} if group.used else group.held).items():
+        for entry_id, why in ({} if group.used else group.rejected).items():
             info = group.parts.pop(entry_id).info
             self._queue(drop_part(entry_id, info, why), {entry_id: info})
         if group.parts:
             self._queue(group.drop(reason, detail), {key: part.info for key, part in group.parts.items()})
 
-    def _forget(self, group: Group) -> None:
+    def _forget(self, group: PooledGroup) -> None:
         self._groups_of(group.env).forming.pop(group.group_id, None)
         del self._groups[group.group_id]
         self._closed[group.group_id] = self.now, self._step
@@ -531,7 +533,7 @@ class Pool:
             self._closed.popitem(last=False)
 
 
-def _alone(group: Group | None, entry_id: str) -> Group | None:
+def _alone(group: PooledGroup | None, entry_id: str) -> PooledGroup | None:
     """The group, where this entry is all of it, and nothing more is to come."""
     is_alone = group is not None and group.parts.keys() == {entry_id} and not group.is_waiting
     return group if is_alone else None
@@ -543,7 +545,7 @@ def _oldest_kept(step: int, max_age: int, published: int | None) -> int:
     return oldest if published is None or published >= oldest else 0
 
 
-def by_ticket(group: Group) -> tuple[int, str]:
+def by_ticket(group: PooledGroup) -> tuple[int, str]:
     """Sort key: the group whose ticket was given first. As they came the slow ones would stand last."""
     return ticket_order(group.group_id)
 

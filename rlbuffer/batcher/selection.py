@@ -19,7 +19,7 @@ import numpy as np
 
 from rlbuffer.batcher.adapters import Queue
 from rlbuffer.batcher.budget import Deficits, size_of
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Limits:
         has_room = 2 * tokens <= (self.rows + 1 - adapters) * self.row_tokens
         return has_room and tokens < close_fill * self.tokens
 
-    def amount(self, group: Group) -> int:
+    def amount(self, group: PooledGroup) -> int:
         """The amount that one group adds to it."""
         return 1 if self.groups is not None else group.rollouts if self.rollouts is not None else group.tokens
 
@@ -89,7 +89,7 @@ class Ended(StrEnum):
 class Trial:
     """The groups that a trial selected, and how it ended."""
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[PooledGroup] = field(default_factory=list)
     deficits: dict[str, float] = field(default_factory=dict)
     """Env -> its deficit after the last selected group."""
     ended: Ended = Ended.EMPTY
@@ -99,14 +99,14 @@ class Trial:
     """Envs with a budget that are short, the neediest first."""
     lent: list[str] = field(default_factory=list)
     """Envs that are short, too, but not waited for: others fill their place."""
-    surplus: list[Group] = field(default_factory=list)
+    surplus: list[PooledGroup] = field(default_factory=list)
     """Flat groups beyond what a step may hold of them."""
     exhausted: list[str] = field(default_factory=list)
     """Envs with a share of which every ready group is selected."""
     balanced: int = 0
     """Longest prefix of `groups` at `close_fill` or more with every env that has a budget within a mean group."""
 
-    def add(self, group: Group) -> None:
+    def add(self, group: PooledGroup) -> None:
         """Selects one more group."""
         self.groups.append(group)
         self.tokens += group.tokens
@@ -127,22 +127,22 @@ class _Shares:
     tokens_of: dict[str, int] = field(default_factory=dict)
     """Adapter -> tokens."""
 
-    def add(self, group: Group, *, is_flat: bool) -> None:
+    def add(self, group: PooledGroup, *, is_flat: bool) -> None:
         """Counts a group that is selected."""
         if group.used or is_flat:
             amount = self.limits.amount(group)
             self.used += amount * bool(group.used)
             self.flat += amount * is_flat
 
-    def is_past_used(self, group: Group) -> bool:
+    def is_past_used(self, group: PooledGroup) -> bool:
         """True when groups that were trained before would take too much with this one."""
         return self.used + self.limits.amount(group) > self.limits.used * self.limits.total
 
-    def is_past_flat(self, group: Group, share: float) -> bool:
+    def is_past_flat(self, group: PooledGroup, share: float) -> bool:
         """True when flat groups would take more than `share` with this one."""
         return self.flat + self.limits.amount(group) > share * self.limits.total
 
-    def is_past_rows(self, group: Group) -> bool:
+    def is_past_rows(self, group: PooledGroup) -> bool:
         """Counts a group that goes next; True when no packing puts it into the rows, too."""
         row = self.limits.row_tokens
         # Sequences longer than half a row never share one: they fill a step long before its tokens do.
@@ -164,10 +164,10 @@ def select(
     limits: Limits,
     unit: str,
     close_fill: float,
-    teaches: Callable[[Group], bool],
+    teaches: Callable[[PooledGroup], bool],
     excused: Collection[str] = (),
     overdue: Collection[str] = (),
-    is_last: Callable[[Group], bool] | None = None,
+    is_last: Callable[[PooledGroup], bool] | None = None,
 ) -> Trial:
     """Runs one trial.
 
@@ -197,13 +197,13 @@ def select(
     by_rows, capacity, least = limits.by_rows, limits.tokens, close_fill * limits.tokens
     shares = _Shares(limits)
 
-    def put(env: str, head: Group | None) -> None:
+    def put(env: str, head: PooledGroup | None) -> None:
         heads[env] = head
         turns.offer(env, None if head is None else size_of(unit, tokens=head.tokens, rollouts=head.rollouts))
         if head is None and env in waited:
             turns.watch(env, means[env])
 
-    def offer(env: str, head: Group | None) -> None:
+    def offer(env: str, head: PooledGroup | None) -> None:
         """While there are groups that cannot wait: of each env the next one of these."""
         if head is None or is_last is None or not is_last(head):
             heads[env] = head
@@ -270,7 +270,7 @@ def _name_overdue(trial: Trial, late: Collection[str]) -> None:
 
 
 def _short(
-    heads: Mapping[str, Group | None],
+    heads: Mapping[str, PooledGroup | None],
     owed: Mapping[str, float],
     means: Mapping[str, float],
     budgeted: Collection[str],

@@ -10,7 +10,7 @@ from functools import partial
 from rlbuffer.batcher import budget
 from rlbuffer.batcher.adapters import AdapterAccounts, Queue
 from rlbuffer.batcher.age import last_version, oldest_version
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.batcher.pace import Pace
 from rlbuffer.batcher.pool import Pool, StepOf
 from rlbuffer.batcher.selection import Limits, Trial
@@ -149,13 +149,13 @@ class Situation:
         step_of, tags, is_last = self.steps(step), self.adapters.tags, self.last_of(step)
         return {e: Queue(self.pool.queues(e, step_of), tags.get(e), self.config.unit, is_last) for e in self.pool.envs}
 
-    def last_of(self, step: int) -> Callable[[Group], bool] | None:
+    def last_of(self, step: int) -> Callable[[PooledGroup], bool] | None:
         """Tells whether a group can train at `step` and at no later one; None where none of those is preferred."""
         if self.config.slow != "wait":
             return None
         step_of = self.steps(step)
 
-        def is_last(group: Group) -> bool:
+        def is_last(group: PooledGroup) -> bool:
             last = last_version(step_of(group.adapter), self.config.for_env(group.env).max_age)
             return not group.used and group.min_version == last
 

@@ -21,13 +21,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from rlbuffer.batcher import budget
 from rlbuffer.batcher.age import last_version
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.batcher.pool import ticket_order
 from rlbuffer.batcher.situation import Situation
 from rlbuffer.records.waiting import Wait, Waiting
 
 
-def awaited(situation: Situation, step: int, groups: Sequence[Group]) -> dict[str, list[str]]:
+def awaited(situation: Situation, step: int, groups: Sequence[PooledGroup]) -> dict[str, list[str]]:
     """env -> the groups under way that a commit of `step` with `groups` would lose, and for which it has a place.
 
     Under way is what holds a ticket that lives, and what is forming. A worker that died lets its tickets lapse, so
@@ -83,7 +83,7 @@ def places(
     *,
     groups: float,
     least: Collection[str],
-    taken: Collection[Group] = (),
+    taken: Collection[PooledGroup] = (),
 ) -> dict[str, int]:
     """`allowed` (env -> tickets that may be out), so few that all of them can train in time: of what is here and under
     way no more is due by a step than the steps until then hold.

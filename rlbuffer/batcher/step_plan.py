@@ -18,7 +18,7 @@ from rlbuffer.batcher.advantages import (
     load_estimator,
     over_batch,
 )
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.config.batcher import BatcherConfig, compares
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.packing.planner import plan
@@ -27,17 +27,17 @@ from rlbuffer.records.states import ClosedBy
 from rlbuffer.records.step_plan import AdapterProgress, Normalizers, Plan, PlannedRollouts, StepPlan
 
 
-def _rows(groups: Sequence[Group]) -> NDArray[np.void]:
+def _rows(groups: Sequence[PooledGroup]) -> NDArray[np.void]:
     """[sequences] of :data:`~rlbuffer.records.info.ROW_DTYPE`, group by group."""
     return np.frombuffer(b"".join([part.rows for group in groups for part in group.parts.values()]), ROW_DTYPE)
 
 
-def _numbers(groups: Sequence[Group], rows: NDArray[np.void]) -> NDArray[np.void]:
+def _numbers(groups: Sequence[PooledGroup], rows: NDArray[np.void]) -> NDArray[np.void]:
     """[rollouts] of the same, of their `rows`."""
     return rows if len(rows) == sum([group.rollouts for group in groups]) else rollouts_of(rows)
 
 
-def plan_groups(groups: Sequence[Group], config: BatcherConfig, world_size: int) -> Plan:
+def plan_groups(groups: Sequence[PooledGroup], config: BatcherConfig, world_size: int) -> Plan:
     """The rows of these groups' sequences; index i of the plan is the i-th sequence, group by group."""
     if config.is_stream:
         lengths = [length for group in groups for length in group.lengths]
@@ -64,7 +64,7 @@ def load_estimators(config: BatcherConfig) -> dict[str, Loaded]:
     return {name: load_estimator(name, setting=place) for place, name in places.items()}
 
 
-def group_facts(group: Group) -> dict[str, Any]:
+def group_facts(group: PooledGroup) -> dict[str, Any]:
     """The facts about a group that a user's estimator gets besides its rewards: of the valid rollouts, in order.
 
     group_id, env, prompt_id, adapter; and per rollout, as tuples: rollout_ids, rewards (the named ones, each a dict),
@@ -87,8 +87,8 @@ def group_facts(group: Group) -> dict[str, Any]:
 
 
 def advantages_of(
-    groups: Sequence[Group], config: BatcherConfig, estimators: Mapping[str, Loaded]
-) -> tuple[NDArray[np.float32], list[tuple[Group, str]]]:
+    groups: Sequence[PooledGroup], config: BatcherConfig, estimators: Mapping[str, Loaded]
+) -> tuple[NDArray[np.float32], list[tuple[PooledGroup, str]]]:
     """Returns [rollouts] float32, group by group, by each env's estimator; and the groups that have no advantages that
     can be trained, with the reason. When there are any, the advantages are those of the others.
 
@@ -140,14 +140,14 @@ def advantages_of(
     return advantages.astype(np.float32), []
 
 
-def all_train(group: Group, config: BatcherConfig) -> bool:
+def all_train(group: PooledGroup, config: BatcherConfig) -> bool:
     """True when the rollouts of a group, of which it has one, are known to train a token each; its rows stay packed."""
     if config.truncated == "mask" or not group.rollouts:
         return False
     return all(part.info.totals.are_trained for part in group.parts.values())
 
 
-def trained_tokens(groups: Sequence[Group], config: BatcherConfig) -> NDArray[np.int64]:
+def trained_tokens(groups: Sequence[PooledGroup], config: BatcherConfig) -> NDArray[np.int64]:
     """[rollouts] int64, group by group: the tokens of each that a step trains."""
     return _trained(_numbers(groups, _rows(groups)), config)
 
@@ -166,7 +166,7 @@ def _are_truncated(numbers: NDArray[np.void]) -> NDArray[np.bool_]:
 
 def step_plan(
     step: int,
-    groups: Sequence[Group],
+    groups: Sequence[PooledGroup],
     advantages: NDArray[np.float32],
     rows: Plan,
     closed_by: ClosedBy,

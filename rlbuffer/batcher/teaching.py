@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from rlbuffer.batcher.advantages import OF_DIFFERENCES, Loaded
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.batcher.step_plan import advantages_of, all_train, trained_tokens
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import ConfigError
@@ -67,21 +67,21 @@ class Teaching:
         back."""
         return self._config.is_stream
 
-    def of(self, group: Group) -> bool:
+    def of(self, group: PooledGroup) -> bool:
         """True when a ready group teaches anything."""
         return not self.flatness(group)
 
-    def flatness(self, group: Group) -> str:
+    def flatness(self, group: PooledGroup) -> str:
         """The reason why a ready group teaches nothing; "" when it teaches. Judged once a group."""
         if group.flatness is None:
             group.flatness = self._judge(group)
         return group.flatness
 
-    def trains(self, group: Group) -> bool:
+    def trains(self, group: PooledGroup) -> bool:
         """True when a token of a ready group is trained."""
         return self.flatness(group) != UNTRAINED
 
-    def lesson(self, group: Group) -> float:
+    def lesson(self, group: PooledGroup) -> float:
         """How much a ready group teaches, as far as can be told without its payload: the variance over n of what it is
         judged by; -1 for one that teaches nothing, :data:`MOST` for one that teaches whatever its rewards are."""
         if not self.of(group):
@@ -106,7 +106,7 @@ class Teaching:
         values = [r.rewards.get(name, r.reward if name == "reward" else None) for r in rollouts]
         return [value for value in values if value is not None] if None not in values else None
 
-    def _judge(self, group: Group) -> str:
+    def _judge(self, group: PooledGroup) -> str:
         # [rollouts] True where one trains a token; numpy takes longer than a whole group of a few rollouts.
         are_trained = None if all_train(group, self._config) else trained_tokens([group], self._config) > 0
         if are_trained is not None and not are_trained.any():
@@ -132,7 +132,7 @@ class Teaching:
         return _alike("reward", group.rewards) if equal else "no rollout of it has an advantage"
 
 
-def _columns(group: Group) -> set[str]:
+def _columns(group: PooledGroup) -> set[str]:
     return {name for part in group.parts.values() for name, _, _ in part.info.columns}
 
 

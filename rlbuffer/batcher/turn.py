@@ -15,7 +15,7 @@ from rlbuffer.records.step_plan import Decision, Drop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class TurnResult:
     """What a leader does next."""
 
     drops: tuple[Drop, ...]
@@ -35,7 +35,7 @@ def take_turn(
     is_held: bool,
     world_size: int,
     now: float,
-) -> Turn:
+) -> TurnResult:
     """Decides about `step`, the one after the last committed.
 
     Args:
@@ -49,8 +49,8 @@ def take_turn(
         batcher.set_published(published.get(adapter, -1), adapter)
     batcher.set_under_way(under_way)
     if is_held:
-        return Turn(
+        return TurnResult(
             drops=batcher.sweep(step), allowances=batcher.allowances(step, world_size=world_size), decision=None
         )
     decision = batcher.next(step, world_size=world_size, now=now, rng=np.random.default_rng(step))
-    return Turn(drops=decision.drops, allowances=decision.allowances, decision=decision)
+    return TurnResult(drops=decision.drops, allowances=decision.allowances, decision=decision)

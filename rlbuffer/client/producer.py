@@ -127,7 +127,7 @@ class Producer:
                 # Their numbers may be taken on the server: other groups under them would be answered as duplicates,
                 # and lost.
                 self._leave_broken([group for group, _ in pushes])
-                self._settle()
+                self._send_rest()
                 for push, (group, replaces) in zip(self._call, pushes, strict=False):
                     if push.replaces != replaces or not (push.group is group or push.group == group):
                         break
@@ -137,7 +137,7 @@ class Producer:
             self._call = again + fresh
             if len(fresh) > 1:
                 self._send_together(fresh)
-            self._settle()
+            self._send_rest()
             done, self._call = self._call, []
             return [push.pushed for push in done if push.pushed]
 
@@ -146,7 +146,7 @@ class Producer:
         self._check_process()
         with self._lock:
             self._leave_broken([])
-            self._settle()
+            self._send_rest()
             deadline = time.monotonic() + self._patience
             while True:
                 try:
@@ -168,7 +168,7 @@ class Producer:
             )
 
     def _send_together(self, pushes: Sequence[_Push]) -> None:
-        """Sends pushes in as few round trips as may be. Whatever goes wrong is left to :meth:`_settle`."""
+        """Sends pushes in as few round trips as may be. Whatever goes wrong is left to :meth:`_send_rest`."""
         try:
             fitted = [push.group if push.replaces else self._fit(push.group) for push in pushes]
             outcomes, _ = self._store.push_many(
@@ -186,7 +186,7 @@ class Producer:
         for push, group, outcome in zip(pushes, fitted, outcomes, strict=False):
             self._note(push, group, *outcome)
 
-    def _settle(self) -> None:
+    def _send_rest(self) -> None:
         """Stores what is not settled of the last call, one push after the other."""
         for push in tuple(self._call):
             if push.pushed is not None:

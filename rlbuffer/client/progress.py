@@ -187,7 +187,7 @@ class Progress:
         with self._lock:
             for tries in range(REPORT_TRIES):
                 try:
-                    status = self._say()
+                    status = self._send()
                     if status is ReportStatus.LOST and self._takes_held():
                         continue
                     return status
@@ -280,7 +280,7 @@ class Progress:
         self.epoch = epoch
 
     # -- inside ----------------------------------------------------------------------------------------------------
-    def _say(self) -> ReportStatus:
+    def _send(self) -> ReportStatus:
         losses, place, taken = self._store.losses(), self.place, self._taken
         if losses != self._losses:
             self._told = 0
@@ -309,7 +309,7 @@ class Progress:
             return status
         self._told = place.step
         if status is ReportStatus.OK and self._announces and self._has_moved(taken) and values["server"]:
-            return self._say()
+            return self._send()
         if losses != self._losses:
             # The server was away, or went on after a loss: it may have forgotten what could be sampled from.
             for version in list(self._announced.values()):

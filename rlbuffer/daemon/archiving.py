@@ -133,7 +133,7 @@ class Archiving:
             is_last = self._is_closing
             try:
                 if is_last or time.monotonic() >= self._retry_at:
-                    self._look(is_last=is_last)
+                    self._write_what_is_due(is_last=is_last)
             except (ServerUnreachable, ServerRefused, LeaseLost, RunGone):
                 pass  # the leader meets the same trouble; the next look says whether it is over
             except Exception as error:  # a thread that dies alone would hold retirement without a word
@@ -145,7 +145,7 @@ class Archiving:
         if self._store is not None:
             self._store.close()
 
-    def _look(self, *, is_last: bool) -> None:
+    def _write_what_is_due(self, *, is_last: bool) -> None:
         """Writes what is there, when it is a file's worth or has waited long enough."""
         from rlbuffer.archive.writer import ArchiveWriter
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlbuffer.batcher.batcher import Batcher
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW_DTYPE, GroupInfo, rollouts_of
@@ -121,7 +121,7 @@ class EnvStats:
         self._builds = Histogram(SHORT_SECONDS)
         self.envs, self.run, self.problems = {}, {}, []
 
-    def arrived(self, entry: PoolEntry, group: Group | None) -> None:
+    def arrived(self, entry: PoolEntry, group: PooledGroup | None) -> None:
         """A push was read: all of `group`, or a part (None). What a takeover reads was counted by the leader before."""
         if self._batcher is None or entry.info is None or not entry.info.totals.rollouts:
             return

@@ -64,7 +64,7 @@ BURST_SECONDS = 0.005
 """Time left to what is pushed together with groups that make no step yet: a turn for each of them would be too many."""
 
 
-class Tenure:
+class Term:
     """The time for which a process leads without a pause: one leadership after the other, while none is cut off."""
 
     def __init__(self, store: LeaderStore, archive: Archiving, server: ServerWatch) -> None:
@@ -85,10 +85,10 @@ class Leadership:
     Args:
         store: the run.
         config: what steps are made of.
-        teller: says what happens.
+        reporter: says what happens.
         lease: is renewed while this leads.
         trainer: the trainer's settings, as far as this process knows them.
-        tenure: what this leadership begins or goes on with.
+        term: what this leadership begins or goes on with.
         asked: what operators had asked for when the config was settled.
     """
 
@@ -96,22 +96,22 @@ class Leadership:
         self,
         store: LeaderStore,
         config: BatcherConfig,
-        teller: Reporter,
+        reporter: Reporter,
         *,
         lease: LeaseKeeper,
         trainer: TrainerSettings,
-        tenure: Tenure,
+        term: Term,
         asked: int = 0,
     ) -> None:
         self._store = store
         self._config = config
-        self._teller = teller
+        self._reporter = reporter
         self._lease = lease
-        self._tenure, self._archive, self._trainer = tenure, tenure.archive, tenure.trainer
+        self._term, self._archive, self._trainer = term, term.archive, term.trainer
         self._meta = store.meta()
         learns = needs_advantage(trainer.loss)
         self._pending = pending = Pending(
-            store, config, teller, since=tenure.since, began=tenure.began, needs_advantage=learns
+            store, config, reporter, since=term.since, began=term.began, needs_advantage=learns
         )
         self._needed = columns_of(trainer.loss)
         """Columns without which the trainer cannot train."""
@@ -143,7 +143,7 @@ class Leadership:
 
     def take_over(self) -> None:
         """Everything comes from the server."""
-        self._teller.forget()
+        self._reporter.forget()
         self._archive.take_in(self._meta)
         self._memory.start(self._meta)
         self._stay()
@@ -153,24 +153,24 @@ class Leadership:
         # Collections would be two fifths of the CPU of taking over 100,000 groups.
         with without_garbage_collection(stays=True):
             self._pending.restore()
-            while self._pending.look().entries:
+            while self._pending.take_in().entries:
                 self._stay()
         own = fields(
-            "ready" if self._tenure.is_new else "read again",
+            "ready" if self._term.is_new else "read again",
             run=self._store.run,
             step=self._meta.step,
             epoch=self._meta.epoch,
             pending=self._pending.count,
             server=dict(self._store.server()),
         )
-        level = logging.INFO if self._tenure.is_new else logging.DEBUG
+        level = logging.INFO if self._term.is_new else logging.DEBUG
         _log.log(level, 'serving run "%s" from step %d', self._store.run, self._meta.step, extra=own)
-        self._tenure.is_new = False
-        self._teller.stats.lead(self._pending.batcher, self._config)
+        self._term.is_new = False
+        self._reporter.stats.lead(self._pending.batcher, self._config)
 
     def turn(self) -> None:
         """One look at the run, all watches, one decision. Raises ReadAgain."""
-        look = self._look()
+        look = self._read()
         self._stay()
         self._tell_workers(look.trainer)
         for watch in self._watches:
@@ -179,18 +179,18 @@ class Leadership:
                 # Nothing that is sampled now is known to train, and an allowance of before lets workers go on for ever.
                 self._is_idle = is_silent(look.trainer) or look.trainer.number == 0
                 self._publish({})
-                self._say(watch.why)
+                self._report(watch.why)
                 return
         # A third of the CPU of a step of 32,768 rollouts, whose plan and parts are gone when it is made.
         with without_garbage_collection():
             self._lead(look)
 
-    def _look(self) -> LeaderRead:
+    def _read(self) -> LeaderRead:
         if self._is_burst:
             time.sleep(BURST_SECONDS)
         now = time.monotonic()
         is_due = now - self._beats_at > TELEMETRY_SECONDS
-        look = self._pending.look(block_seconds=LEADER_POLL_SECONDS, beats=KINDS if is_due else ())
+        look = self._pending.take_in(block_seconds=LEADER_POLL_SECONDS, beats=KINDS if is_due else ())
         if is_due:
             self._beats_at = now
             self._processes = tuple(each for kind, beats in look.beats.items() for each in processes(kind, beats))
@@ -203,7 +203,7 @@ class Leadership:
         trainer, step, batcher = look.trainer, look.meta.step + 1, self._pending.batcher
         self._is_idle = is_silent(trainer)
         published = {adapter: policy.version for adapter, policy in trainer.policies.items()}
-        self._teller.stats.published = published
+        self._reporter.stats.published = published
         held = self._trainer.busy(look, self._config) or self._filling(look)
         started, now = time.perf_counter(), self._pending.now
         turn = take_turn(
@@ -221,7 +221,7 @@ class Leadership:
         self._pending.drop(turn.drops)
         self._publish({} if trainer.is_finished else turn.allowances)
         if decision is None:
-            self._say(self._end_of(trainer) or held)
+            self._report(self._end_of(trainer) or held)
             return
         # While no tickets are given, silence is what was asked for.
         self._envs.report_silent({} if self._wishes.is_draining else decision.dead, step)
@@ -234,7 +234,7 @@ class Leadership:
         is_draining = self._wishes.is_draining and why is not None and why.kind in FOR_GROUPS
         why = Waiting(kind=Wait.DRAINING) if is_draining else why
         self._undecided = step, time.monotonic(), why
-        self._say(why)
+        self._report(why)
 
     def _filling(self, look: LeaderRead) -> Waiting | None:
         """The reason of the last decision, where only groups came since, and still too few of them: another decision
@@ -265,7 +265,7 @@ class Leadership:
         if known != step and not self._store.set_ended(step, self._ends.sources.written):
             return False
         self.ended = step
-        self._teller.ended(step)
+        self._reporter.ended(step)
         return True
 
     def _stay(self) -> None:
@@ -312,13 +312,13 @@ class Leadership:
         self._pending.committed(plan)
         self._meta = replace(self._meta, step=plan.step)
         self._is_idle = self._is_burst = False
-        self._say(None)
+        self._report(None)
         seconds = time.perf_counter() - started
         self._memory.committed(found)
-        self._teller.stats.committed(plan, used, found, seconds)
-        self._teller.step(found, round(1000 * seconds, 2), plan.flat)
+        self._reporter.stats.committed(plan, used, found, seconds)
+        self._reporter.step(found, round(1000 * seconds, 2), plan.flat)
 
-    def _say(self, waiting: Waiting | None) -> None:
+    def _report(self, waiting: Waiting | None) -> None:
         workers = [process for process in self._processes if process.kind == "worker"]
         gateways = [process for process in self._processes if process.kind == GATEWAY]
         waiting = explained(waiting, workers, self._pending.batcher.silence(self._pending.now), gateways)
@@ -326,11 +326,11 @@ class Leadership:
         if waiting is not None:
             waiting = full_disk(self._processes) or waiting
         missing = scorers_missing(self._pending.batcher.needs, self._processes)
-        self._teller.say(
+        self._reporter.say(
             waiting,
             self._state,
             [
-                *self._tenure.server.problems(),
+                *self._term.server.problems(),
                 *self._archive.problems(),
                 *self._memory.problems(),
                 *missing,

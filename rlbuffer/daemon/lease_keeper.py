@@ -77,13 +77,13 @@ class LeaseKeeper:
     def _run(self) -> None:
         while self._lost is None and not self._closed.wait(self._lease_seconds / RENEWALS):
             try:
-                self._look()
+                self._prolong()
             except (ServerUnreachable, ServerRefused):
                 continue  # the leader meets the same trouble; the next renewal says whether the lease has expired
             except Exception as error:
                 self._lost = error  # the leader raises it: a thread that dies alone would be a silent takeover
 
-    def _look(self) -> None:
+    def _prolong(self) -> None:
         turn = time.monotonic() - self._heard
         if turn > LONGEST_TURN_SECONDS:
             self._lost = LeaseLost(

@@ -18,7 +18,7 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.archiving import Archiving
-from rlbuffer.daemon.leadership import Leadership, Tenure
+from rlbuffer.daemon.leadership import Leadership, Term
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.reporter import Reporter
 from rlbuffer.daemon.revisions import Revisions
@@ -157,17 +157,17 @@ class Daemon:
     def _lead(self, keeper: LeaseKeeper, stop: threading.Event, archive: Archiving, server: ServerWatch) -> None:
         """Leads until stopped. The next leadership remembers nothing of one that a recovery or an operator ended."""
         self._await_whole_file(keeper, stop)
-        tenure = Tenure(self._store, archive, server)
+        term = Term(self._store, archive, server)
         while not stop.is_set() and self._ended is None:
             self._is_at_work = False
-            config = self._revisions.settle()
+            config = self._revisions.at_takeover()
             leadership = Leadership(
                 self._store,
                 config,
                 self._reporter,
                 lease=keeper,
                 trainer=self._trainer,
-                tenure=tenure,
+                term=term,
                 asked=self._revisions.asked,
             )
             leadership.take_over()

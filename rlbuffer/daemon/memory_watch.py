@@ -51,7 +51,7 @@ class MemoryWatch:
     # -- while the run goes on -------------------------------------------------------------------------------------
     def is_short(self) -> bool:
         """Looks at the server when it is time. -> True while something has to go."""
-        self._look()
+        self._measure()
         return self._pressure.is_short
 
     def relieve(self, trainer: Attempt, step: int, archive: Archiving) -> bool:
@@ -119,7 +119,7 @@ class MemoryWatch:
 
     def problems(self) -> tuple[Problem, ...]:
         """The server takes no pushes for want of memory."""
-        self._look()
+        self._measure()
         used, limit = self._pressure.used, self._pressure.limit
         if used is None or not limit or used < limit * FULL_SHARE:
             return ()
@@ -131,7 +131,7 @@ class MemoryWatch:
         size = stored_bytes(payload_bytes=header.bytes, sequences=header.sequences)
         self._pressure.committed(header.step, size, asks=header.checkpoint_now)
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         now = time.monotonic()
         pause = HURRY_SECONDS if self._pressure.may_be_short else TELEMETRY_SECONDS
         if now - self._looked < pause:

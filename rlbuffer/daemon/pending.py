@@ -106,7 +106,7 @@ class Pending:
                 env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
                 self.drop([Drop(group.group_id, env, Reason.VOID, 0, 0, entry_ids=entry_ids)])
 
-    def look(self, *, block_seconds: float = 0.0, beats: Sequence[str] = ()) -> LeaderRead:
+    def take_in(self, *, block_seconds: float = 0.0, beats: Sequence[str] = ()) -> LeaderRead:
         """Looks at the run, and takes in the page of the pool that was read."""
         look = self._store.take_look(self._cursor, count=POOL_PAGE, block_seconds=block_seconds, beats=beats)
         now = self.now

@@ -47,7 +47,7 @@ class Revisions:
         self._seen: str | None = None
         """Digest of what the run had at the start."""
         self.asked = 0
-        """What operators had asked for when `settle` began to look."""
+        """What operators had asked for when `at_takeover` began to read."""
 
     def check(self) -> None:
         """Once, before anything else: a process that was started with other settings must not stand by either.
@@ -63,7 +63,7 @@ class Revisions:
             raise ConfigError(self._other(meta))
         self._seen = seen
 
-    def settle(self) -> BatcherConfig:
+    def at_takeover(self) -> BatcherConfig:
         """Takes the wanted config, or the run's, at every takeover. -> the config to lead with.
 
         Raises:

@@ -80,12 +80,12 @@ class Strays:
         is_behind = self._first is not None and look.sources is None
         if now >= self._next and not is_behind:
             if self._short_lived is None:
-                self._look(now)
+                self._read_page(now)
             else:
                 self._end(self._short_lived, now)
         return self._is_over or now - self._began > HOLD_SECONDS
 
-    def _look(self, now: float) -> None:
+    def _read_page(self, now: float) -> None:
         """Looks at a page of the payloads."""
         self._place, keys = self._store.payload_page(self._place)
         in_use = {entry.payload_key for entry in self._pending.entries()}

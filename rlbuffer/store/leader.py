@@ -109,7 +109,7 @@ class LeaderStore(TicketStore):
         return self._acquire(self._owner, ttl_seconds)
 
     def _acquire(self, owner: str, ttl_seconds: float) -> Lease:
-        status, token, holder, remaining = self._say("acquire", owner, round(1000 * ttl_seconds))
+        status, token, holder, remaining = self._lease_move("acquire", owner, round(1000 * ttl_seconds))
         is_held = text(status) != "HELD"
         return Lease(token=int(token), held=is_held, owner=text(holder), remaining_seconds=int(remaining) / 1000)
 
@@ -117,7 +117,7 @@ class LeaderStore(TicketStore):
         """Lets another lead at once. Nothing happens when another leads."""
         if self._owner:
             with suppress(LeaseLost):
-                self._say("release", self._owner)
+                self._lease_move("release", self._owner)
 
     def load_scripts(self) -> None:
         """Loads the scripts that the server does not know: most users may call them and load none."""
@@ -166,9 +166,9 @@ class LeaderStore(TicketStore):
         self._as_leader("finish", finished)
 
     def _as_leader(self, action: str, *args: Any) -> list[Any]:
-        return self._say(action, self.token, *args)
+        return self._lease_move(action, self.token, *args)
 
-    def _say(self, action: str, *args: Any) -> list[Any]:
+    def _lease_move(self, action: str, *args: Any) -> list[Any]:
         keys = self.keys
         return self._led("lease", (keys.lease, keys.meta, keys.allowance, keys.pool, keys.ends), (action, *args))
 

@@ -155,7 +155,7 @@ class ProducerStore(Member):
         except RlbufferError as error:
             stop = error
         if source.is_spread:
-            self._settle(source, batch, replies)
+            self._make_permanent(source, batch, replies)
         for push, reply in zip(batch, replies, strict=False):
             if isinstance(reply, Exception):
                 break
@@ -188,7 +188,7 @@ class ProducerStore(Member):
             for push in batch:
                 replies.append(script(names, push.args))
 
-    def _settle(self, source: PushOrigin, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
+    def _make_permanent(self, source: PushOrigin, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
         """Makes the payloads of what is pending permanent, in a cluster, where the script does not reach them.
 
         The leader does it for a producer that dies before this. A payload that it took for a stray meanwhile, where

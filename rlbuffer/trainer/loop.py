@@ -67,7 +67,7 @@ def train(
         session.ranks.barrier()  # rank 0 has registered the attempt: the others' reports are not fenced by an older one
         # After a resume samplers have this version, or a newer one, unless the server lost what was newer.
         publishing.publish(place.step)
-        publishing.settle()  # nothing is sampled before it is there
+        publishing.finish()  # nothing is sampled before it is there
 
         pulls = Pulls(session, publishing)
         watch = Stopwatch()
@@ -119,18 +119,18 @@ def train(
             watch = Stopwatch()  # what follows belongs to the next step's time
             if step.number % trainer.checkpoint.every == 0 or step.header.checkpoint_now:
                 with watch.measure("checkpoint"):
-                    publishing.settle()  # the reader's place is part of it
+                    publishing.finish()  # the reader's place is part of it
                     reports.written()
                     reports.checkpoint(place, checkpoint(session, place))
 
         pulls.close()
-        publishing.settle()
+        publishing.finish()
         reports.written()
         if place.step > place.checkpointed:
             reports.checkpoint(place, checkpoint(session, place))
         if pulls.has_ended:
             publishing.publish(place.step)  # data may end between two of `publish.every`
-            publishing.settle()
+            publishing.finish()
         finished = place.step >= trainer.steps or pulls.has_ended
         if finished:
             session.reader.finished()

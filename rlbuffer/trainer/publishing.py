@@ -50,23 +50,23 @@ class Publishing:
     """The versions of a trainer. At most one is on its way. ::
 
         idle --publish, after_step--> gathered --(rank 0's thread)--> written -> announced -> its step acknowledged
-        any of these --settle--> idle      # waits for the thread, and raises what it has raised
-        no room for it --settle, look--> gathered      # the copy is still there: it is written again
+        any of these --finish--> idle      # waits for the thread, and raises what it has raised
+        no room for it --finish, look--> gathered      # the copy is still there: it is written again
 
-    All ranks make the same calls: ``publish`` and ``after_step`` gather, ``settle`` waits. The next publication, the
-    next step's end, a checkpoint and the end of training settle. So a step is acknowledged behind the announcement of
+    All ranks make the same calls: ``publish`` and ``after_step`` gather, ``finish`` waits. The next publication, the
+    next step's end, a checkpoint and the end of training call it. So a step is acknowledged behind the announcement of
     its version, and in order, and nobody downstream sees another one. Rank 0 alone has something on its way; it keeps
     a copy of what is published until then: 2 bytes a parameter in bfloat16.
 
     A process that is killed leaves a folder with a temporary name, or a version that nobody has announced. The next one
     resumes from its checkpoint, and trains and publishes what follows as after any kill. Where a newer attempt has
-    taken over, or the run was rewound, the server refuses the announcement, and ``settle`` raises what it says.
+    taken over, or the run was rewound, the server refuses the announcement, and ``finish`` raises what it says.
     """
 
     def __init__(self, session: TrainerSession) -> None:
         self._session = session
         self._is_settled = True
-        """On all ranks alike: nothing was begun since the last `settle`."""
+        """On all ranks alike: nothing was begun since the last `finish`."""
         self._work: Callable[[], None] | None = None
         """What rank 0 has to write, announce and acknowledge."""
         self._way: Future[None] | None = None
@@ -93,7 +93,7 @@ class Publishing:
     def after_step(self, step: Step) -> None:
         """A step was trained. Its version is published at every ``publish.every``, at the end, and where it is waited
         for; the step is acknowledged behind that."""
-        self.settle()
+        self.finish()
         settings, header = self._session.settings.trainer, step.header
         if step.number % settings.publish.every == 0 or step.number == settings.steps:
             self._begin(step.number, step=step)
@@ -103,14 +103,14 @@ class Publishing:
         else:
             self._session.reader.trained(step)
         if self._next_waits:
-            self.settle()
+            self.finish()
 
     def publish(self, version: int) -> None:
         """Publishes a version, unless samplers have it, or a newer one."""
-        self.settle()
+        self.finish()
         self._begin(version)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Waits until nothing is on its way; while a disk takes nothing all ranks wait together.
 
         Raises:

@@ -98,15 +98,15 @@ def repeat(recorded: Recorded) -> Repeated:
             push = pushes[given]
             while by_clock and looked + LOOK_SECONDS < push.pushed:
                 looked += LOOK_SECONDS
-                _look(leadership, commit, looked, drops)
+                _decide(leadership, commit, looked, drops)
             leadership.add(push)
             given += 1
             if begins <= push.pushed < commit.decided:
-                _look(leadership, commit, push.pushed, drops)
+                _decide(leadership, commit, push.pushed, drops)
         while by_clock and looked + LOOK_SECONDS < commit.decided:
             looked += LOOK_SECONDS
-            _look(leadership, commit, looked, drops)
-        decision = _look(leadership, commit, commit.decided, drops)
+            _decide(leadership, commit, looked, drops)
+        decision = _decide(leadership, commit, commit.decided, drops)
         if decision.plan is None or decision.plan.group_ids != commit.header.group_ids:
             was = "no step" if decision.plan is None else f"{len(decision.plan.group_ids)} groups, others than those"
             out.differs = f"step {step}: {was} where the run has {len(commit.header.group_ids)}"
@@ -148,7 +148,7 @@ def _led(before: _Leadership | None, commit: Commit, recorded: Recorded) -> _Lea
     return made
 
 
-def _look(leadership: _Leadership, commit: Commit, now: float, drops: dict[str, Drop]) -> Decision:
+def _decide(leadership: _Leadership, commit: Commit, now: float, drops: dict[str, Drop]) -> Decision:
     turn = take_turn(
         leadership.batcher,
         step=commit.step.step,

@@ -9,7 +9,7 @@
 `start` takes tickets. Each becomes a task (SAMPLED), or is closed at once (SKIPPED).
 The task samples and scores, and leaves its group in the queue of pushes (READY). One thread pushes all that is there
 in one call; the group is STORED, and its ticket is no longer renewed.
-`wait` and `settle` take out tasks that have ended. `settle` raises what ends the worker, or this epoch.
+`wait` and `take_finished` take out tasks that have ended. `take_finished` raises what ends the worker, or this epoch.
 `land` ends every task: READY groups still arrive, the other tickets go back. Nothing is left in flight then.
 `release` gives back tickets that were never started. `forget` follows a new epoch, `close` the end.
 """
@@ -158,7 +158,7 @@ class GroupsInFlight:
         """Waits until one of them has ended, or the watch has, but not for long."""
         await asyncio.wait({*self._tasks, watch}, timeout=WORKER_POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
-    async def settle(self, watch: asyncio.Task[None]) -> None:
+    async def take_finished(self, watch: asyncio.Task[None]) -> None:
         """Takes finished groups out; what ends the worker, or this epoch, comes out here."""
         await asyncio.sleep(0)
         finished = {task for task in self._tasks if task.done()}
@@ -178,7 +178,7 @@ class GroupsInFlight:
         for task in (*flights, watch):
             task.cancel()
         outcomes = await asyncio.gather(*flights, watch, *self._pushes, return_exceptions=True)
-        tickets = self._heartbeat.let_go()
+        tickets = self._heartbeat.drop_tickets()
         if tickets and not any(isinstance(o, RunGone | ServerUnreachable | ServerRefused) for o in outcomes):
             with suppress(ServerRefused, Stopped):  # not given back, they expire
                 await asyncio.to_thread(self._settled, self._writer.release, tickets)
@@ -379,5 +379,5 @@ class GroupsInFlight:
             await self.release([ticket])
 
     def _settled(self, give_back: Callable[[list[Ticket]], None], tickets: list[Ticket]) -> None:
-        self._heartbeat.settle()
+        self._heartbeat.wait_for_renewal()
         give_back(tickets)

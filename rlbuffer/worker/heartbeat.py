@@ -113,13 +113,13 @@ class WorkerHeartbeat(Heartbeats):
             for ticket in tickets:
                 self._held.pop(ticket.number, None)
 
-    def let_go(self) -> list[Ticket]:
+    def drop_tickets(self) -> list[Ticket]:
         """Ends the renewal of all tickets, from the next one on. -> those that were held."""
         with self._listing:
             tickets, self._held = list(self._held.values()), {}
             return tickets
 
-    def settle(self) -> None:
+    def wait_for_renewal(self) -> None:
         """Waits for the renewal that is under way, which may take as long as the server is away: not for an event loop.
         Before removed tickets are given back: a renewal behind that would take them out again."""
         with self._holding:

@@ -273,7 +273,7 @@ class _Worker:
         groups.begin(writer)
         try:
             while not self.stop.is_set():
-                await groups.settle(watch)
+                await groups.take_finished(watch)
                 if not self._versions.is_serving:
                     await asyncio.sleep(WORKER_POLL_SECONDS)
                     continue
@@ -302,7 +302,7 @@ class _Worker:
             _log.info("%s", error, extra=fields("done", env=self.env.name))
             return True
         except (RunGone, ServerUnreachable, ServerRefused):
-            self._heartbeat.let_go()  # the tickets mean nothing any more, or cannot be given back: they expire
+            self._heartbeat.drop_tickets()  # the tickets mean nothing any more, or cannot be given back: they expire
             raise
         finally:
             await groups.land(watch)

@@ -1,6 +1,6 @@
 import pytest
 
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.records.info import GroupInfo, RolloutInfo
 from rlbuffer.records.step_plan import EntryUse
 
@@ -23,9 +23,9 @@ def part(*rollouts, planned_size=4, **fields):
 
 
 def state_of(*parts, row_tokens=100):
-    state = Group(parts[0], since=0.0)
+    state = PooledGroup(parts[0], since=0.0)
     verdicts = [state.take(f"{n}-0", p, row_tokens) for n, p in enumerate(parts)]
-    return state, [verdict or state.held.get(f"{n}-0") for n, verdict in enumerate(verdicts)]
+    return state, [verdict or state.rejected.get(f"{n}-0") for n, verdict in enumerate(verdicts)]
 
 
 def test_a_rollout_without_reward_is_invalid_unless_something_is_still_to_be_added():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from batcher_calls import ask, batcher, drops_of, put
 
-from rlbuffer.batcher.group import Group
+from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.batcher.ordering import PriorityIndex
 from rlbuffer.errors import ConfigError
 from rlbuffer.testing import make_group
@@ -132,9 +132,9 @@ def test_a_group_without_a_place_in_the_order_is_dropped_and_others_train(select
     assert drops_of(decision) == [("bad", "invalid", why, 4, 100)]
 
 
-def state(name: str, version: int = 0) -> Group:
+def state(name: str, version: int = 0) -> PooledGroup:
     info = make_group(group_id=name, version=version).info()
-    made = Group(info, 0.0)
+    made = PooledGroup(info, 0.0)
     made.take("e", info, 10_000)
     return made
 
@@ -142,7 +142,7 @@ def state(name: str, version: int = 0) -> Group:
 def test_walking_and_discarding_in_any_order_agrees_with_sorting():
     rng = np.random.default_rng(3)
     index = PriorityIndex()
-    here: dict[str, tuple[float, int, int, Group]] = {}
+    here: dict[str, tuple[float, int, int, PooledGroup]] = {}
     for n in range(600):
         group, priority = state(f"g{n}", int(rng.integers(4))), float(rng.integers(5))
         index.add(group, priority)

@@ -89,7 +89,7 @@ def test_tickets_are_renewed_while_they_are_held_and_not_after(server: Server, h
     heartbeat.add([TICKET, other])
     heartbeat.remove([other])
     eventually(lambda: server.renewed)
-    assert heartbeat.let_go() == [TICKET]
+    assert heartbeat.drop_tickets() == [TICKET]
     before, beats = len(server.renewed), len(server.heard)
     eventually(lambda: len(server.heard) > beats + 2)
     assert len(server.renewed) == before
@@ -112,8 +112,8 @@ def test_an_event_loop_takes_and_lets_go_of_tickets_while_a_renewal_waits_for_th
     assert asked.wait(10)
     heartbeat.remove([TICKET])
     heartbeat.add([TICKET])
-    assert heartbeat.let_go() == [TICKET]
-    settling = threading.Thread(target=heartbeat.settle)
+    assert heartbeat.drop_tickets() == [TICKET]
+    settling = threading.Thread(target=heartbeat.wait_for_renewal)
     settling.start()
     assert settling.is_alive(), "a ticket is given back behind the renewal"
     is_back.set()

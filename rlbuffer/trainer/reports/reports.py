@@ -80,14 +80,14 @@ class Reports:
 
     def warn(self, message: str) -> None:
         """Something that a person should know, and that stops nothing."""
-        self._say(logging.WARNING, message, "warning")
+        self._log_line(logging.WARNING, message, "warning")
 
     def start(self, place: Place) -> None:
         """Training is about to begin, or to go on."""
         session, origin = self._session, f"the checkpoint of step {place.step}" if place.step else "step 0"
         ranks, device = session.ranks, str(session.ranks.device)
         steps, output = session.settings.trainer.steps, str(session.settings.output_dir)
-        self._say(
+        self._log_line(
             logging.INFO,
             f"training {self._parameters:,} parameters on {plural(ranks.world_size, 'rank')} ({device}, "
             f"{session.policy.attention}), from {origin} to {steps}; output in {output}",
@@ -138,9 +138,9 @@ class Reports:
             self._write()
             self._unsent.append(finite(replace(record, examples=()).as_object()))
             self._send()
-        self._say(logging.INFO, step_lines(record), **finite(record.as_object()))
+        self._log_line(logging.INFO, step_lines(record), **finite(record.as_object()))
         if slow.is_long and step.number % RECENT_STEPS == 0:
-            self._say(logging.INFO, slow.text, "notice")
+            self._log_line(logging.INFO, slow.text, "notice")
         if len(set(record.parameters_sha256)) > 1:
             raise RlbufferError(f"step {step.number}: the ranks' parameters differ: {record.parameters_sha256}")
 
@@ -172,7 +172,7 @@ class Reports:
 
     def checkpoint(self, place: Place, path: Path) -> None:
         """A checkpoint was written."""
-        self._say(
+        self._log_line(
             logging.INFO, f"checkpoint of step {place.step} in {path}", "checkpoint", step=place.step, path=str(path)
         )
 
@@ -180,9 +180,9 @@ class Reports:
         """Training is over: the planned steps are made, or (`has_ended`) all that the run had to train is trained."""
         why = str(Waiting(kind=Wait.ENDED, step=place.step)) if has_ended else ""
         text = f"{'finished' if finished else 'stopped'} at step {place.step}{why and f': {why[:1].lower()}{why[1:]}'}"
-        self._say(logging.INFO, text, "end", step=place.step, finished=finished)
+        self._log_line(logging.INFO, text, "end", step=place.step, finished=finished)
 
-    def _say(self, level: int, text: str, event: str, **values: Any) -> None:
+    def _log_line(self, level: int, text: str, event: str, **values: Any) -> None:
         if self._session.is_first:
             _log.log(level, "%s", text, extra=fields(event, **values))
 

@@ -142,7 +142,7 @@ class Updates:
         self._uses_old = uses_old(settings.loss)
         self._old: list[Tensor] | None = None
         if self._uses_old and len(self.parts) > 1:
-            self._old = [self._look(micro_batch, 0).logprobs for micro_batch in step]
+            self._old = [self._measured(micro_batch, 0).logprobs for micro_batch in step]
 
     def accumulate(self, part: Slice) -> Tensor:
         """Adds the gradients of one update, exchanged and averaged over ranks in the last backward pass. -> sums
@@ -197,10 +197,10 @@ class Updates:
         if policy is None or not len(self._step) or next(policy.parameters()).dtype == torch.float64:
             return None
         first, given = self._step.micro_batches[0], policy.compute
-        there = self._look(first, 0).logprobs.double()
+        there = self._measured(first, 0).logprobs.double()
         policy.compute = torch.bfloat16 if given is None else None
         try:
-            difference = self._look(first, 0).logprobs.double() - there
+            difference = self._measured(first, 0).logprobs.double() - there
         finally:
             policy.compute = given
         row = torch.stack([difference.square().sum(), difference.new_tensor(float(len(difference)))])
@@ -215,13 +215,13 @@ class Updates:
         if not chooses(self._settings.loss):
             return [{}] * len(part.micro_batches)
         tokens = [
-            replace(self._look(micro_batch, part.start + i), draws=draws(micro_batch, self._ranks.device))
+            replace(self._measured(micro_batch, part.start + i), draws=draws(micro_batch, self._ranks.device))
             for i, micro_batch in enumerate(part.micro_batches)
         ]
         return choose(tokens, self._settings.loss, self._ranks.sum)
 
     @torch.no_grad()
-    def _look(self, micro_batch: MicroBatch, index: int) -> TrainedTokens:
+    def _measured(self, micro_batch: MicroBatch, index: int) -> TrainedTokens:
         with naming(self._number, micro_batch):
             return self._tokens(micro_batch.to(self._ranks.device), index)
 

@@ -71,8 +71,8 @@ def test_leader_says_config_error_and_allowances(run):
 
 def test_what_a_leader_said_before_changes_nothing_when_it_comes_late(run, monkeypatch):
     run.lead()
-    sent, say = [], run.store._say
-    monkeypatch.setattr(run.store, "_say", lambda *words: sent.append(words) or say(*words))
+    sent, say = [], run.store._lease_move
+    monkeypatch.setattr(run.store, "_lease_move", lambda *words: sent.append(words) or say(*words))
     run.store.set_allowances({"a": 3})
     run.store.set_allowances({"b": 1})
     assert say(*sent[0]) == [b"OK"]

@@ -124,7 +124,7 @@ def test_the_commands_work_on_a_cluster(
 def test_the_leader_keeps_the_payload_of_a_producer_that_died_between_its_halves(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run.store, "_settle", lambda source, batch, replies: None)
+    monkeypatch.setattr(run.store, "_make_permanent", lambda source, batch, replies: None)
     run.push("a.0")
     (entry,) = run.pool()
     assert run.client.pttl(entry.payload_key) > 0
