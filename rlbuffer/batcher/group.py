@@ -13,9 +13,11 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+import msgspec
+
 from rlbuffer.records.info import GroupInfo, RolloutInfo, are_flat
 from rlbuffer.records.states import Reason
-from rlbuffer.records.step_plan import Drop, EntryUse
+from rlbuffer.records.step_plan import Drop, GroupPart
 from rlbuffer.state.text import counted, plural
 
 REWARD = "reward"
@@ -32,43 +34,6 @@ class Rejected(NamedTuple):
 
     reason: Reason
     detail: str
-
-
-class Part(NamedTuple):
-    """A push of which rollouts have joined."""
-
-    info: GroupInfo
-    kept: Sequence[int]
-    """Places in the push of the rollouts that have joined; a range where all have."""
-    left_out: tuple[tuple[int, Reason], ...]
-    """(place, reason) of every other rollout."""
-    tokens: int
-    """Of the rollouts that have joined."""
-
-    @property
-    def rollouts(self) -> Sequence[RolloutInfo]:
-        """Those that have joined."""
-        return [self.info.rollouts[place] for place in self.kept] if self.left_out else self.info.rollouts
-
-    @property
-    def places(self) -> Sequence[int]:
-        """The payload fields of their sequences."""
-        return self.info.places_of(self.kept)
-
-    @property
-    def rows(self) -> bytes:
-        """Their numbers: a :data:`~rlbuffer.records.info.ROW` for each sequence."""
-        return self.info.rows_of(self.places) if self.left_out else self.info.rows
-
-    @property
-    def dropped(self) -> tuple[tuple[Reason, int, int], ...]:
-        """(reason, rollouts, tokens) of what is left out, as an :class:`EntryUse` has it."""
-        if not self.left_out:
-            return ()
-        lengths: dict[Reason, list[int]] = {}
-        for place, reason in self.left_out:
-            lengths.setdefault(reason, []).append(self.info.rollouts[place].length)
-        return tuple((r, len(lengths[r]), sum(lengths[r])) for r in _REASONS if r in lengths)
 
 
 class PooledGroup:
@@ -118,7 +83,7 @@ class PooledGroup:
         self._empty()
 
     def _empty(self) -> None:
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, GroupPart] = {}
         """entry id -> part, of those that count: their rollouts have joined, or take the place of planned ones."""
         self.rejected: dict[str, Rejected] = {}
         """entry id -> why, of the parts of which no rollout has joined. They stay as long as the group, as they would
@@ -174,7 +139,14 @@ class PooledGroup:
         if not totals.rollouts:
             return Rejected(Reason.INVALID, "a part without rollouts")
         if self._joins_whole(info, row_tokens):
-            part, oldest, newest = Part(info, range(totals.rollouts), (), totals.tokens), totals.oldest, totals.newest
+            part = GroupPart(
+                entry_id=entry_id,
+                info=info,
+                joined=range(totals.rollouts),
+                places=range(totals.sequences),
+                packed_tokens=totals.tokens,
+            )
+            oldest, newest = totals.oldest, totals.newest
         else:
             kept, left_out = list[int](), list[tuple[int, Rejected]]()
             for place, rollout in enumerate(info.rollouts):
@@ -189,15 +161,22 @@ class PooledGroup:
                 return self._take_none(entry_id, info, [why for _, why in left_out])
             joined = [info.rollouts[place] for place in kept]
             reasons = tuple((place, why.reason) for place, why in left_out)
-            part = Part(info, kept, reasons, sum(rollout.length for rollout in joined))
+            part = GroupPart(
+                entry_id=entry_id,
+                info=info,
+                joined=kept,
+                places=info.places_of(kept),
+                packed_tokens=sum(rollout.length for rollout in joined),
+                left_out=reasons,
+            )
             oldest, newest = min(r.min_version for r in joined), max(r.max_version for r in joined)
         if info.needs:
             self.needs |= set(info.needs)
         self.min_version = min(self.min_version, oldest) if self.rollouts else oldest
         self.max_version = max(self.max_version, newest)
         self.parts[entry_id] = part
-        self.rollouts += len(part.kept)
-        self.tokens += part.tokens
+        self.rollouts += part.packed_rollouts
+        self.tokens += part.packed_tokens
         return None
 
     def _take_none(self, entry_id: str, info: GroupInfo, reasons: Sequence[Rejected]) -> Rejected | None:
@@ -215,7 +194,9 @@ class PooledGroup:
     def keep_rejected(self, entry_id: str, info: GroupInfo, why: Rejected, reasons: Sequence[Reason] = ()) -> None:
         """Keeps a push of which no rollout joins; `reasons`: of each, where it is not `why` for all."""
         reasons = reasons or [why.reason] * info.totals.rollouts
-        self.parts[entry_id] = Part(info, [], tuple(enumerate(reasons)), 0)
+        self.parts[entry_id] = GroupPart(
+            entry_id=entry_id, info=info, joined=[], places=[], packed_tokens=0, left_out=tuple(enumerate(reasons))
+        )
         self.rejected[entry_id] = why
 
     def exchange(
@@ -286,24 +267,16 @@ class PooledGroup:
             return Rejected(Reason.SMALL, f"{valid} < min_group_size {least}{when}")
         return None
 
-    def uses(self, max_uses: int = 1) -> list[EntryUse]:
-        """The exact use of each of the group's entries when it is packed.
-
-        Other rollouts of an entry are dropped with the first use.
-        """
+    def uses(self, max_uses: int = 1) -> list[GroupPart]:
+        """Its parts as the step that packs it uses them. Other rollouts of an entry are dropped with the first use."""
         return [
-            EntryUse(
-                entry_id=entry_id,
-                info=part.info,
-                places=part.places,
-                packed_rollouts=len(part.kept),
-                packed_tokens=part.tokens,
-                dropped=() if self.used else part.dropped,
+            msgspec.structs.replace(
+                part,
+                left_out=() if self.used else part.left_out,
                 uses=self.used,
                 is_kept=self.used + 1 < max_uses,
-                left_out=() if self.used else part.left_out,
             )
-            for entry_id, part in self.parts.items()
+            for part in self.parts.values()
         ]
 
     def drop(self, reason: Reason, detail: str) -> Drop:

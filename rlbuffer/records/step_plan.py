@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rlbuffer.records.info import HAS_REWARD, ROW_DTYPE, GroupInfo, rollouts_of, sequences_of
+from rlbuffer.records.info import HAS_REWARD, ROW_DTYPE, GroupInfo, RolloutInfo, rollouts_of, sequences_of
 from rlbuffer.records.lazy import LazyRecords
 from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.waiting import Waiting
@@ -78,26 +78,51 @@ class RolloutRef:
     """Oldest policy version that sampled a token."""
 
 
-class EntryUse(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One pool entry, which is one push, as a step uses it; packed and dropped add up to the whole entry. A large step
-    has thousands."""
+class GroupPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One push, which is one entry of the pool, as a part of its group, and then as a step uses it: packed and dropped
+    add up to the whole entry. A large step has thousands."""
 
     entry_id: str
     info: GroupInfo
     """What was pushed."""
+    joined: Sequence[int]
+    """Places in the push of the rollouts that have joined the group, and that its step trains; a range where all
+    have."""
     places: Sequence[int]
-    """Payload fields of the sequences that the step trains; none of a push of which no rollout counts."""
-    packed_rollouts: int
+    """The payload fields of their sequences."""
     packed_tokens: int
-    dropped: tuple[tuple[Reason, int, int], ...] = ()
-    """(reason, rollouts, tokens) of what the entry holds beyond what is packed, a row per reason; () when the
-    group was used before."""
+    """Tokens of them."""
+    left_out: tuple[tuple[int, Reason], ...] = ()
+    """(place in the push, reason) of every other rollout; () when the group was used before: they went with its first
+    use."""
     uses: int = 0
     """Steps that trained its group before."""
     is_kept: bool = False
     """Its group may be used again after this step."""
-    left_out: tuple[tuple[int, Reason], ...] = ()
-    """(index in the push, reason) of each rollout that `dropped` counts."""
+
+    @property
+    def packed_rollouts(self) -> int:
+        """Rollouts that have joined."""
+        return len(self.joined)
+
+    @property
+    def rollouts(self) -> Sequence[RolloutInfo]:
+        """Those that have joined."""
+        rollouts = self.info.rollouts
+        return rollouts if len(self.joined) == len(rollouts) else [rollouts[place] for place in self.joined]
+
+    @property
+    def rows(self) -> bytes:
+        """Their numbers: a :data:`~rlbuffer.records.info.ROW` for each sequence."""
+        return self.info.rows_of(self.places)
+
+    @property
+    def dropped(self) -> tuple[tuple[Reason, int, int], ...]:
+        """(reason, rollouts, tokens) of what is left out, a row per reason."""
+        lengths: dict[Reason, list[int]] = {}
+        for place, reason in self.left_out:
+            lengths.setdefault(reason, []).append(self.info.rollouts[place].length)
+        return tuple((r, len(lengths[r]), sum(lengths[r])) for r in Reason if r in lengths)
 
 
 class PlannedRollouts(LazyRecords[RolloutRef]):
@@ -108,18 +133,18 @@ class PlannedRollouts(LazyRecords[RolloutRef]):
         masks: nothing of a truncated rollout is trained.
     """
 
-    def __init__(self, entries: Sequence[EntryUse], *, masks: bool = False) -> None:
+    def __init__(self, entries: Sequence[GroupPart], *, masks: bool = False) -> None:
         self.entries, self.masks = entries, masks
 
     @cached_property
-    def pushes(self) -> list[EntryUse]:
+    def pushes(self) -> list[GroupPart]:
         """Those of its entries of which it trains something."""
         return [use for use in self.entries if len(use.places)]
 
     @cached_property
     def rows(self) -> NDArray[np.void]:
         """[sequences] of :data:`~rlbuffer.records.info.ROW_DTYPE`."""
-        return np.frombuffer(b"".join([use.info.rows_of(use.places) for use in self.pushes]), ROW_DTYPE)
+        return np.frombuffer(b"".join([use.rows for use in self.pushes]), ROW_DTYPE)
 
     @cached_property
     def numbers(self) -> NDArray[np.void]:
@@ -257,7 +282,7 @@ class StepPlan:
     """Groups of it that teach nothing."""
 
     @property
-    def entries(self) -> Sequence[EntryUse]:
+    def entries(self) -> Sequence[GroupPart]:
         """Every pool entry that the commit consumes."""
         return self.rollouts.entries
 

@@ -21,7 +21,7 @@ from rlbuffer.errors import LeaseLost, RlbufferError, StepRetired
 from rlbuffer.packing.further_columns import Columns
 from rlbuffer.records.info import ROW_DTYPE
 from rlbuffer.records.states import CommitStatus, Reason
-from rlbuffer.records.step_plan import Drop, EntryUse, PlannedRollouts, StepPlan
+from rlbuffer.records.step_plan import Drop, GroupPart, PlannedRollouts, StepPlan
 from rlbuffer.records.waiting import Waiting
 from rlbuffer.store.claim import decode_claim
 from rlbuffer.store.history import Committed, Recovered, RetiredEarly
@@ -279,7 +279,7 @@ class LeaderStore(TicketStore):
             else:
                 words = [word for key, places in asked for word in (key, _words(tuple(places)))]
                 sizes = self.move("pin", (), words, since=self.since)
-            rows = b"".join([use.info.rows_of(use.places) for use in page])
+            rows = b"".join([use.rows for use in page])
             expected: list[int] = np.frombuffer(rows, ROW_DTYPE)["size"].tolist()
             if len(sizes) != len(expected):
                 raise self.unexpected("pin", sizes)
@@ -597,9 +597,9 @@ def _group_lines(plan: StepPlan) -> str:
     return "".join([f"{use.info.group_id} {use.info.env} {use.uses} {int(use.is_kept)}\n" for use in uses])
 
 
-def _pages(rollouts: PlannedRollouts) -> Iterator[list[EntryUse]]:
+def _pages(rollouts: PlannedRollouts) -> Iterator[list[GroupPart]]:
     """What is trained, in order: about :data:`PIN_ROLLOUTS` at a time."""
-    page: list[EntryUse] = []
+    page: list[GroupPart] = []
     size = 0
     for use in rollouts.pushes:
         page.append(use)

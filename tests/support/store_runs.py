@@ -13,8 +13,9 @@ from every_role import EveryRole
 from rlbuffer.config.settings import ServerSettings
 from rlbuffer.packing.further_columns import agree
 from rlbuffer.records.group import Group
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.records.step_plan import Drop, EntryUse, Normalizers, Plan, PlannedRollouts, StepPlan
+from rlbuffer.records.step_plan import Drop, GroupPart, Normalizers, Plan, PlannedRollouts, StepPlan
 from rlbuffer.store.records import Lease, PoolEntry
 from rlbuffer.store.session import open_store
 from rlbuffer.testing import make_group
@@ -209,15 +210,16 @@ def plan_of(
     )
 
 
-def _use(entry: PoolEntry, drop: Mapping[str, str]) -> EntryUse:
-    left_out = [(drop[r.rollout_id], 1, r.length) for r in entry.info.rollouts if r.rollout_id in drop]
-    return EntryUse(
+def _use(entry: PoolEntry, drop: Mapping[str, str]) -> GroupPart:
+    rollouts = entry.info.rollouts
+    joined = [i for i, r in enumerate(rollouts) if r.rollout_id not in drop]
+    return GroupPart(
         entry_id=entry.entry_id,
         info=entry.info,
-        places=[i for i, its in enumerate(entry.info.sequences) if its.rollout_id not in drop],
-        packed_rollouts=entry.rollouts - len(left_out),
-        packed_tokens=entry.tokens - sum(tokens for _, _, tokens in left_out),
-        dropped=tuple(left_out),
+        joined=joined,
+        places=entry.info.places_of(joined),
+        packed_tokens=sum(rollouts[i].length for i in joined),
+        left_out=tuple((i, Reason(drop[r.rollout_id])) for i, r in enumerate(rollouts) if r.rollout_id in drop),
     )
 
 

@@ -2,7 +2,7 @@ import pytest
 
 from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.records.info import GroupInfo, RolloutInfo
-from rlbuffer.records.step_plan import EntryUse
+from rlbuffer.records.step_plan import GroupPart
 
 
 def rollout(name, *, length=10, reward=1.0, version=0):
@@ -60,24 +60,26 @@ def test_entries_are_accounted_for_exactly():
     )
     state, _ = state_of(*parts)
     assert state.uses() == [
-        EntryUse(
+        GroupPart(
             entry_id="0-0",
             info=parts[0],
+            joined=[0],
             places=[0],
-            packed_rollouts=1,
             packed_tokens=10,
-            dropped=(("oversized", 1, 101), ("invalid", 1, 10)),
             left_out=((1, "oversized"), (2, "invalid")),
         ),
-        EntryUse(
+        GroupPart(
             entry_id="1-0",
             info=parts[1],
+            joined=[1, 2, 3],
             places=[1, 2, 3],
-            packed_rollouts=3,
             packed_tokens=36,
-            dropped=(("duplicate", 1, 11),),
             left_out=((0, "duplicate"),),
         ),
+    ]
+    assert [(part.packed_rollouts, part.dropped) for part in state.uses()] == [
+        (1, (("oversized", 1, 101), ("invalid", 1, 10))),
+        (3, (("duplicate", 1, 11),)),
     ]
 
 

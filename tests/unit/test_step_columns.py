@@ -7,7 +7,7 @@ import pytest
 
 from rlbuffer.packing.further_columns import agree
 from rlbuffer.records.group import Group
-from rlbuffer.records.step_plan import EntryUse, Normalizers, Plan, PlannedRollouts, StepPlan
+from rlbuffer.records.step_plan import GroupPart, Normalizers, Plan, PlannedRollouts, StepPlan
 from rlbuffer.testing import make_group
 from rlbuffer.wire.metadata import decode_info, encode_info
 
@@ -18,11 +18,11 @@ def group(seed: int, size: int = 1, **columns: Any) -> Group:
 
 def plan_of(groups: list[Group]) -> StepPlan:
     pushes = [
-        EntryUse(
+        GroupPart(
             entry_id=group.group_id,
             info=group.info(),
+            joined=range(len(group.rollouts)),
             places=range(len(group.rollouts)),
-            packed_rollouts=len(group.rollouts),
             packed_tokens=group.info().tokens,
         )
         for group in groups

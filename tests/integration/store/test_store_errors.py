@@ -123,7 +123,7 @@ def commit(change: Callable[[StepPlan], StepPlan]) -> Callable[[Run], object]:
 
 def half_of_an_entry(plan: StepPlan) -> StepPlan:
     (use,) = plan.entries
-    return changed(plan, rollouts=PlannedRollouts([msgspec.structs.replace(use, packed_rollouts=1)]))
+    return changed(plan, rollouts=PlannedRollouts([msgspec.structs.replace(use, joined=[0])]))
 
 
 def twice(plan: StepPlan) -> StepPlan:
