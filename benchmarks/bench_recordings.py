@@ -80,7 +80,7 @@ class Workload:
         """Every decision as JSON types."""
         for number in range(DECISIONS):
             if number == DECISIONS - TAIL:
-                self.batcher.set_sources(done={"a", "b", "c"}, said={"a", "b"})
+                self.batcher.set_sources(done={"a", "b", "c"}, declared={"a", "b"})
             elif number < DECISIONS - TAIL:
                 self.happen()
             self.now += self.draws.choice((0.0, 1.0, 10.0, 35.0))

@@ -55,11 +55,11 @@ def _of_step(store: Viewer, header: StepHeader, stored: StepBytes) -> Iterator[l
     places.sort(key=lambda item: (item[0].payload_key, item[0].index))
     seen = ""
     for chunk in chunks([ref.info.size for ref, _, _ in places], FETCH_BYTES):
-        its, sources = places[chunk.start : chunk.stop], []
-        payloads = store.read_payloads([ref for ref, _, _ in its])
-        keys = [*dict.fromkeys(ref.payload_key for ref, _, _ in its if ref.payload_key != seen)]
+        pieces, sources = places[chunk.start : chunk.stop], []
+        payloads = store.read_payloads([ref for ref, _, _ in pieces])
+        keys = [*dict.fromkeys(ref.payload_key for ref, _, _ in pieces if ref.payload_key != seen)]
         groups = dict(zip(keys, store.read_group_payloads(keys), strict=True))
-        for (ref, rank, place), data in zip(its, payloads, strict=True):
+        for (ref, rank, place), data in zip(pieces, payloads, strict=True):
             group, seen = groups.pop(ref.payload_key, None), ref.payload_key
             sources.append(Source(ref=ref, data=data, group=group, step=stored.step, rank=rank, place=place))
         yield sources
@@ -68,8 +68,8 @@ def _of_step(store: Viewer, header: StepHeader, stored: StepBytes) -> Iterator[l
             fields = store.read_push_payload(key)
             refs = [replace(ref, index=index, info=_UNKNOWN, advantage=0.0) for index, _ in rejected]
             yield [
-                Source(ref=its, data=fields.get(str(its.index)), step=stored.step, left_out=reason)
-                for its, (_, reason) in zip(refs, rejected, strict=True)
+                Source(ref=ref, data=fields.get(str(ref.index)), step=stored.step, left_out=reason)
+                for ref, (_, reason) in zip(refs, rejected, strict=True)
             ]
 
 

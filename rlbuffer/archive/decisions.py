@@ -71,7 +71,7 @@ def _info_of(members: Sequence[ArchivedRollout]) -> GroupInfo:
     members = [*{int(member.row["index"]): member for member in members}.values()]
     members.sort(key=lambda member: int(member.row["index"]))
     row = members[0].row
-    if not any(its["problem"] for member in members for its in member.rows):
+    if not any(sequence["problem"] for member in members for sequence in member.rows):
         info = next(pushes_of(members, [])).info()
         pairs = zip(info.rollouts, members, strict=True)
         rollouts = tuple(r.changed(size=m.row["size"], checksum=m.row["checksum"]) for r, m in pairs)

@@ -82,7 +82,7 @@ def rollout_tables(groups: Iterable[Sequence[Source]]) -> Iterator[Any]:
         pieces = [_opened(source) for source in sources]
         rows += [_scalars(source, *piece) for source, piece in zip(sources, pieces, strict=True)]
         for name, arrays in tokens.items():
-            arrays += _copied([getattr(its, name) for its, _, _ in pieces if its is not None])
+            arrays += _copied([getattr(payload, name) for payload, _, _ in pieces if payload is not None])
         size += sum([len(source.data) for source in sources if source.data is not None])
         if size >= ROW_GROUP_BYTES or len(rows) >= ROW_GROUP_ROWS:
             yield _table(rows, tokens)
@@ -123,12 +123,12 @@ def _opened(source: Source) -> tuple[Payload | None, RolloutInfo, str]:
     if source.data is None:
         return None, info, source.gone
     try:
-        its = decode(source.data, info if info.checksum else None)
-        if its.loss_mask.view(np.uint8).max() > 1:  # a column of booleans cannot keep it
+        payload = decode(source.data, info if info.checksum else None)
+        if payload.loss_mask.view(np.uint8).max() > 1:  # a column of booleans cannot keep it
             raise PayloadError("invalid rollout payload: a mark of the loss mask is neither 0 nor 1")
     except PayloadError as error:
         return None, info, str(error)
-    return its, info if info.checksum else its.info, ""
+    return payload, info if info.checksum else payload.info, ""
 
 
 def _scalars(source: Source, parts: Payload | None, info: RolloutInfo, problem: str) -> dict[str, Any]:

@@ -191,15 +191,18 @@ class Batcher:
         """`env` takes part again; what it missed while it was paused is not owed to it."""
         self._situation.paused.discard(env)
 
-    def set_sources(self, *, done: Collection[str], said: Collection[str] = (), others: Collection[str] = ()) -> None:
+    def set_sources(
+        self, *, done: Collection[str], declared: Collection[str] = (), others: Collection[str] = ()
+    ) -> None:
         """Takes in the envs that send nothing more, and those that may still send something.
 
-        No step waits for envs that are done. Their forming groups close with the next decision where that was `said`;
-        else, as ever, when it is whole or its time is up: an env is done by its tickets when a part of each group was
-        read. Once there are no others but paused envs, the steps take what there is; the last decision is `is_over`.
+        No step waits for envs that are done. Their forming groups close with the next decision where somebody has
+        `declared` it; else, as ever, when one is whole or its time is up: an env is done by its tickets when a part of
+        each group was read. Once there are no others but paused envs, the steps take what there is; the last decision
+        `is_over`.
         """
         situation = self._situation
-        situation.done, situation.said, situation.others = frozenset(done), frozenset(said), frozenset(others)
+        situation.done, situation.declared, situation.others = frozenset(done), frozenset(declared), frozenset(others)
 
     @property
     def needs(self) -> dict[tuple[str, str], int]:
@@ -339,7 +342,7 @@ class Batcher:
         """Drops or closes what time and age have overtaken, and ranks what became ready."""
         situation = self._situation
         self._pool.advance(
-            now, step, forgets=not any(situation.adapters.accounts), done=situation.done & situation.said
+            now, step, forgets=not any(situation.adapters.accounts), done=situation.done & situation.declared
         )
         self._waits_since = min(self._waits_since, self._pool.now)  # no step waits for a clock that was set back
         self._pool.sweep_future(situation.steps(step))

@@ -39,7 +39,7 @@ class Situation:
     paused: set[str] = field(default_factory=set)
     done: frozenset[str] = frozenset()
     """Envs from which nothing more comes except their pending groups and further parts of them."""
-    said: frozenset[str] = frozenset()
+    declared: frozenset[str] = frozenset()
     """Envs of `done` from which no further part comes either, because somebody has said so."""
     others: frozenset[str] = frozenset()
     """Other producers that may still send something."""

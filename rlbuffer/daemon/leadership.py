@@ -64,7 +64,7 @@ BURST_SECONDS = 0.005
 """Time left to what is pushed together with groups that make no step yet: a turn for each of them would be too many."""
 
 
-class Term:
+class LeaderTerm:
     """The time for which a process leads without a pause: one leadership after the other, while none is cut off."""
 
     def __init__(self, store: LeaderStore, archive: Archiving, server: ServerWatch) -> None:
@@ -100,7 +100,7 @@ class Leadership:
         *,
         lease: LeaseKeeper,
         trainer: TrainerSettings,
-        term: Term,
+        term: LeaderTerm,
         asked: int = 0,
     ) -> None:
         self._store = store
@@ -155,7 +155,7 @@ class Leadership:
             self._pending.restore()
             while self._pending.take_in().entries:
                 self._stay()
-        own = fields(
+        extra = fields(
             "ready" if self._term.is_new else "read again",
             run=self._store.run,
             step=self._meta.step,
@@ -164,7 +164,7 @@ class Leadership:
             server=dict(self._store.server()),
         )
         level = logging.INFO if self._term.is_new else logging.DEBUG
-        _log.log(level, 'serving run "%s" from step %d', self._store.run, self._meta.step, extra=own)
+        _log.log(level, 'serving run "%s" from step %d', self._store.run, self._meta.step, extra=extra)
         self._term.is_new = False
         self._reporter.stats.lead(self._pending.batcher, self._config)
 
@@ -257,12 +257,12 @@ class Leadership:
 
     def _has_ended(self, decision: Decision, trainer: Attempt) -> bool:
         """True when the run has ended: nothing more comes, and what came is trained. One that had ended may go on."""
-        step, known = self._meta.step, self._meta.ended
+        step, ended = self._meta.step, self._meta.ended
         if not decision.is_over or trainer.trained < step:
-            if known is not None:
+            if ended is not None:
                 self._store.set_ended(None)
             return False
-        if known != step and not self._store.set_ended(step, self._ends.sources.written):
+        if ended != step and not self._store.set_ended(step, self._ends.sources.written):
             return False
         self.ended = step
         self._reporter.ended(step)

@@ -18,7 +18,7 @@ from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.client.buffer import Buffer, connect
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.daemon.archiving import Archiving
-from rlbuffer.daemon.leadership import Leadership, Term
+from rlbuffer.daemon.leadership import Leadership, LeaderTerm
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.daemon.reporter import Reporter
 from rlbuffer.daemon.revisions import Revisions
@@ -157,7 +157,7 @@ class Daemon:
     def _lead(self, keeper: LeaseKeeper, stop: threading.Event, archive: Archiving, server: ServerWatch) -> None:
         """Leads until stopped. The next leadership remembers nothing of one that a recovery or an operator ended."""
         self._await_whole_file(keeper, stop)
-        term = Term(self._store, archive, server)
+        term = LeaderTerm(self._store, archive, server)
         while not stop.is_set() and self._ended is None:
             self._is_at_work = False
             config = self._revisions.at_takeover()

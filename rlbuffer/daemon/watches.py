@@ -57,7 +57,7 @@ class Ends(Watch):
         if look.sources is not None:
             self.sources = seen = look.sources
             expected = {f"[worker.{section}]" for section in seen.expected}
-            self._batcher.set_sources(done=seen.done, said=seen.declared, others=seen.open | expected)
+            self._batcher.set_sources(done=seen.done, declared=seen.declared, others=seen.open | expected)
 
 
 class Claims(Watch):

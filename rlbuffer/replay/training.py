@@ -289,12 +289,12 @@ def compared(recorded: Mapping[int, StepRecord], made: Mapping[int, StepRecord])
     dealt = [(a, b) for a, b in pairs if a.batch_sha256 and len(a.batch_sha256) == len(b.batch_sha256)]
     names = ("loss", "grad_norm", "learning_rate")
     figures = [[(getattr(a, name), getattr(b, name)) for name in names] for a, b in pairs]
-    distances = [abs(x - y) / max(abs(x), 1e-12) for its in figures for x, y in its[:2] if None not in (x, y)]
+    distances = [abs(x - y) / max(abs(x), 1e-12) for figure in figures for x, y in figure[:2] if None not in (x, y)]
     return Comparison(
         steps=len(pairs),
         parameters=sum(a.parameters_sha256[0] == b.parameters_sha256[0] for a, b in hashed) if hashed else None,
         batches=sum(list(a.batch_sha256) == list(b.batch_sha256) for a, b in dealt) if dealt else None,
-        figures=sum(all(x == y for x, y in its) for its in figures),
+        figures=sum(all(x == y for x, y in figure) for figure in figures),
         largest=max(distances, default=0.0),
         damaged=tuple(a.step for a, b in pairs if b.damaged_tokens > a.damaged_tokens),
     )

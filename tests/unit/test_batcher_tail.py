@@ -193,7 +193,7 @@ def test_what_forms_of_an_env_that_was_said_to_be_done_closes_at_once_or_drops_a
     made = batcher(**FOUR, min_group_size=2)
     put(made, "two", lengths=(25, 25), planned=4)
     put(made, "one", lengths=(25,), planned=4)
-    made.set_sources(done=["a"], said=["a"])
+    made.set_sources(done=["a"], declared=["a"])
     steps, drops, last = run_out(made)
     assert steps == [(["two"], "end")]
     assert drops == [("one", "small", "1 valid rollout < min_group_size 2, and its env is done")]

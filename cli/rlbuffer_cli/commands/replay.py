@@ -210,9 +210,11 @@ def _sentence(replay: Replay, row: Mapping[str, Any]) -> str:
     if done["figures"] < done["steps"]:
         parts.append(f"losses and gradient norms within {done['largest']:.2g}")
     if row["checkpoint"]:
-        its = row["checkpoint"]
-        apart = "" if its["same"] == its["tensors"] else f", the others within {its['largest']:.2g}"
-        parts.append(f"checkpoint {row['to']}: {its['same']} of {its['tensors']} tensors{apart}")
+        checkpoint = row["checkpoint"]
+        apart = (
+            "" if checkpoint["same"] == checkpoint["tensors"] else f", the others within {checkpoint['largest']:.2g}"
+        )
+        parts.append(f"checkpoint {row['to']}: {checkpoint['same']} of {checkpoint['tensors']} tensors{apart}")
     return f"{text}  as recorded: {', '.join(parts)}"
 
 
