@@ -17,7 +17,7 @@ def test_seeds_that_wait_hold_every_invariant() -> None:
         assert not result.violation, f"seed {seed}: {result.violation}\n{chr(10).join(result.log)}"
 
 
-@pytest.mark.parametrize("seed", [7, 17])
+@pytest.mark.parametrize("seed", [2, 17])
 def test_a_batcher_that_forgets_what_it_waits_for_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real, asked = slow.awaited, count()
     monkeypatch.setattr(slow, "awaited", lambda *args: real(*args) if next(asked) % 3 else {})
