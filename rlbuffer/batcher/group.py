@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from rlbuffer.records.info import GroupInfo, RolloutInfo, are_flat
-from rlbuffer.records.states import Reason
+from rlbuffer.records.states import Reason, Trait
 from rlbuffer.records.step_plan import Drop, GroupPart
 from rlbuffer.state.text import counted, plural
 
@@ -151,7 +151,7 @@ class PooledGroup:
             kept, left_out = list[int](), list[tuple[int, Rejected]]()
             for place, rollout in enumerate(info.rollouts):
                 why = self._judge(rollout, info, row_tokens, self.rollouts + len(kept))
-                if why is None or why.reason.is_instead:
+                if why is None or Trait.INSTEAD in why.reason.traits:
                     self.ids.add(rollout.rollout_id)
                 if why is None:
                     kept.append(place)
@@ -181,7 +181,7 @@ class PooledGroup:
 
     def _take_none(self, entry_id: str, info: GroupInfo, reasons: Sequence[Rejected]) -> Rejected | None:
         """Holds a push of which no rollout joins. -> why, where none of them takes the place of a planned one."""
-        counting = [why for why in reasons if why.reason.is_instead]
+        counting = [why for why in reasons if Trait.INSTEAD in why.reason.traits]
         reason = most_common(why.reason for why in counting or reasons)
         why = next(why for why in reasons if why.reason is reason)
         if reason is Reason.FAILED:

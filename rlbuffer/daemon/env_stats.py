@@ -19,11 +19,11 @@ from rlbuffer.batcher.group import PooledGroup
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.config.fractions import budgets_at
 from rlbuffer.records.info import HAS_REWARD, IS_TRUNCATED, ROW_DTYPE, GroupInfo, rollouts_of
-from rlbuffer.records.states import Reason
+from rlbuffer.records.states import Reason, Trait
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.records.waiting import Problem, Trouble
-from rlbuffer.state.lengths import BY_TIME, Lengths
+from rlbuffer.state.lengths import Lengths
 from rlbuffer.state.metric import SHORT_SECONDS, Metric, metrics_of
 from rlbuffer.state.run_state import EnvState
 from rlbuffer.store.records import PoolEntry
@@ -138,7 +138,7 @@ class EnvStats:
             return
         env, lengths = self._env(infos[0].env), _numbers(infos)["length"]
         env.histograms["dropped_tokens"].add(lengths)
-        if reason in BY_TIME:
+        if Trait.TOO_LATE in reason.traits:
             env.lengths.add([float(lengths.mean())], is_trained=False)
 
     def drop(self, drop: Drop) -> None:

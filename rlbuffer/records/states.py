@@ -9,7 +9,7 @@ Example:
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 
 class State(StrEnum):
@@ -27,46 +27,56 @@ class State(StrEnum):
     """It will not be trained; its reason says why."""
 
 
-class Reason(StrEnum):
-    """The rule by which rollouts are dropped, in the order of tables and metrics.
+class Trait(Enum):
+    """What the rest of the code asks of a reason."""
 
-    Behind its value stand :attr:`closes` and :attr:`is_instead`.
-    """
-
-    closes: bool
+    CLOSES = auto()
     """It ends a group as a whole, which leaves a tombstone. The others concern rollouts or parts of one: the group may
     still be trained with the rest, so a tombstone would lose it at the next takeover."""
-    is_instead: bool
+    INSTEAD = auto()
     """A rollout that it drops came all the same, as one of those that were planned: its group waits for no other."""
+    TOO_LATE = auto()
+    """What it drops came too late: whether long rollouts are lost goes by it. The others say something of what a group
+    holds."""
+    OF_OTHERS = auto()
+    """The batcher alone does not decide it: when decisions are made again (`rlbuffer.what_if`), such a group is left
+    out."""
 
-    def __new__(cls, value: str, closes: bool, is_instead: bool = False) -> Reason:
+
+class Reason(StrEnum):
+    """The rule by which rollouts are dropped, in the order of tables and metrics."""
+
+    traits: tuple[Trait, ...]
+    """They stand behind its value."""
+
+    def __new__(cls, value: str, *traits: Trait) -> Reason:
         made = str.__new__(cls, value)
-        made._value_, made.closes, made.is_instead = value, closes, is_instead
+        made._value_, made.traits = value, traits
         return made
 
-    STALE = "stale", True
+    STALE = "stale", Trait.CLOSES, Trait.TOO_LATE
     """It is older than its env's `max_age` or `max_age_seconds` allow, or the run ends and no step can hold it."""
-    FUTURE = "future", True
+    FUTURE = "future", Trait.CLOSES
     """A version newer than the step could train has sampled it."""
-    SMALL = "small", True
+    SMALL = "small", Trait.CLOSES, Trait.TOO_LATE
     """Too few of its rollouts came in time, or a scorer did not."""
-    FLAT = "flat", True
+    FLAT = "flat", Trait.CLOSES
     """It teaches nothing, and no more of such groups are wanted."""
-    OVERSIZED = "oversized", False, True
+    OVERSIZED = "oversized", Trait.INSTEAD
     """It is longer than a row."""
-    INVALID = "invalid", False, True
+    INVALID = "invalid", Trait.INSTEAD, Trait.OF_OTHERS
     """It is malformed, has no reward, or holds a number that cannot be trained."""
-    FAILED = "failed", False, True
+    FAILED = "failed", Trait.INSTEAD
     """It is an attempt that failed, and has no reward."""
-    LATE = "late", False
+    LATE = "late", Trait.TOO_LATE
     """Its group was whole or closed when it arrived."""
-    DUPLICATE = "duplicate", False
+    DUPLICATE = "duplicate"
     """The same rollout came before."""
-    VOID = "void", True
+    VOID = "void", Trait.CLOSES, Trait.OF_OTHERS
     """Its step was taken back, or it cannot be trained again."""
-    UNUSED = "unused", False
+    UNUSED = "unused"
     """A stream's trainer was given it, and has not trained it."""
-    OPERATOR = "operator", True
+    OPERATOR = "operator", Trait.CLOSES, Trait.OF_OTHERS
     """An operator dropped it while it was pending."""
 
 

@@ -13,8 +13,6 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import ArrayLike
 
-from rlbuffer.records.states import Reason
-
 REMEMBERED = 1000
 """Groups of an env whose fate is remembered."""
 LEAST = 100
@@ -25,8 +23,6 @@ CERTAIN = 1.63
 """Kolmogorov and Smirnov's critical value at 1 %."""
 LONG = 0.9
 """Quantile from which on a group counts as long."""
-BY_TIME = frozenset({Reason.STALE, Reason.SMALL, Reason.LATE})
-"""Reasons of groups that came too late; others say something of what a group holds."""
 
 
 def distance(trained: ArrayLike, sampled: ArrayLike) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlbuffer.errors import PayloadError
 from rlbuffer.records.info import GroupInfo
-from rlbuffer.records.states import Reason
+from rlbuffer.records.states import Reason, Trait
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.history import Dropped
 from rlbuffer.store.keys import SUFFIX, Keys
@@ -24,7 +24,7 @@ NAMED_PUSHES = 64
 """Pushes of a dropped group that its record names one by one: the server keeps :data:`HISTORY_ENTRIES` of them."""
 HISTORY_ENTRIES = 10_000
 """Records of drops and steps that are kept."""
-CLOSING_REASONS = frozenset(reason for reason in Reason if reason.closes)
+CLOSING_REASONS = frozenset(reason for reason in Reason if Trait.CLOSES in reason.traits)
 
 
 def pool_entries(keys: Keys, entries: Sequence[Entry]) -> list[PoolEntry]:

@@ -14,13 +14,13 @@ from typing import Any
 from rlbuffer.archive.decisions import RecordedPush, digest_again
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.batcher.turn import take_turn
-from rlbuffer.records.states import Reason
+from rlbuffer.records.states import Reason, Trait
 from rlbuffer.records.step_plan import Decision, Drop
 from rlbuffer.what_if.recorded import Commit, Recorded, config_of
 
 LOOK_SECONDS = 0.02
 """A leader looks as often where nothing comes."""
-BY_OTHERS = frozenset({Reason.OPERATOR, Reason.INVALID, Reason.VOID})
+BY_OTHERS = frozenset(reason for reason in Reason if Trait.OF_OTHERS in reason.traits)
 """Reasons of drops that are not the batcher's to decide."""
 
 

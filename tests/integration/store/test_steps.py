@@ -12,7 +12,7 @@ from store_runs import Run, plan_of, rollouts_of
 
 from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import LeaseLost, NotFound, StepRetired
-from rlbuffer.records.states import Reason
+from rlbuffer.records.states import Reason, Trait
 from rlbuffer.records.step_plan import PlannedRollouts
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
@@ -176,7 +176,7 @@ def test_the_next_leader_trains_the_rest_of_a_group_that_lost_rollouts_and_of_a_
     run.push("a.0", rollout_ids=["a.0/1", "a.0/2"])
     served.serve(BatcherConfig(64, step_groups=1))
     served.wait_for(lambda: served.said("drop") or run.store.wait_step(1, block_seconds=0))
-    closes = reason in ("stale", "future", "small", "flat", "void", "operator")
+    closes = Trait.CLOSES in reason.traits
     late = [drop["group_id"] for drop in served.said("drop", reason="late")]
     trained = [(step.group_ids, step.rollouts) for step in run.store.headers()]
     assert (late, trained) == ((["a.0"], []) if closes else ([], [(("a.0",), 2)]))
