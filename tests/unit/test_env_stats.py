@@ -139,6 +139,8 @@ def test_a_step_becomes_ages_lengths_waits_and_shares() -> None:
     assert stats.envs["code"] == {"budget": 0.25}
     assert env.age["buckets"]["0.0"] == 8
     assert env.packed_tokens["sum"] == plan.tokens
+    responses = [r.length - r.prompt_tokens for entry in used.values() if entry.info for r in entry.info.rollouts]
+    assert env.batch_response_tokens == pytest.approx(np.mean(responses))
     assert (env.dropped_tokens["buckets"]["16.0"], env.dropped_tokens["sum"]) == (1, 28)
     assert (env.wait["count"], env.wait["sum"]) == (2, pytest.approx(10, abs=0.01))
     assert (env.groups_dropped, env.batch_reward) == ({"future": 1}, 0.5)

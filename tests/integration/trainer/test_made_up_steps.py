@@ -45,7 +45,7 @@ def test_a_loss_that_reads_a_column_trains_on_made_up_steps(
     (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert np.isfinite(record["loss"])
     measured = {f.name for f in fields(StepRecord) if not isinstance(getattr(StepRecord(), f.name), str | tuple)}
-    assert measured - record.keys() == UNKNOWN
+    assert measured - record.keys() == UNKNOWN, "what Tally.record gives no value; UNKNOWN says of which that is right"
 
 
 def test_further_columns_change_no_token_of_a_made_up_step() -> None:
