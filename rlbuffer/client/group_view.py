@@ -6,7 +6,8 @@ Pool, steps, history and archive each tell the numbers of its rollouts; :func:`g
     step      numbers_in_step      packed, trained    up to the commit
     history   numbers_of_record    dropped            up to the drop
 
-A further number of a group is a field of :class:`GroupNumbers`, and its value in those three.
+A further number of a group is a field of :class:`GroupNumbers`, and its value in those three. A record of the history
+has what :class:`~rlbuffer.store.history.Dropped` has; :func:`with_rollouts` knows more while payloads are kept.
 """
 
 from __future__ import annotations

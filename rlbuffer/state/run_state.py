@@ -1,7 +1,7 @@
 """What is known of a run at one moment: the one record that text, JSON, web pages, live views and metrics are made of.
 
 A number of the run is a field here with `metric(...)`, and the line that computes it: `rlbuffer/client/run_state.py`
-for what stands on the server, the leader's heartbeat for the pool.
+for what stands on the server, `rlbuffer/daemon/env_stats.py` for what the leader's heartbeat says of pool and steps.
 """
 
 from __future__ import annotations
