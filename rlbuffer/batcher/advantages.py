@@ -1,4 +1,4 @@
-"""PooledGroup-relative advantage estimators, by name.
+"""Group-relative advantage estimators, by name.
 
 An advantage compares a rollout with the others of its prompt. It is computed once, over all valid rollouts of a closed
 group and before any of them is left out, and is the same for every trained token of a rollout. With r the rewards of a
