@@ -32,7 +32,10 @@ PART_ROW = np.dtype(
 sequences of the rollout and how many those are; the number of the rollout in the step, and what all of its sequences
 train; its advantage, its numbers, and the reward of
 its rollout."""
-_NUMBERS = [name for name in ROW_DTYPE.names or () if name not in ("reward", "flags")]
+_NUMBERS = [
+    *("length", "prompt_tokens", "loss_tokens", "turns", "largest_token"),
+    *("min_version", "max_version", "size", "checksum"),
+]
 """Columns that are fields of a :class:`~rlbuffer.records.info.RolloutInfo` as they stand."""
 
 
@@ -114,10 +117,36 @@ class PartRollouts(LazyRecords[PartRollout]):
             are_first = (self.table["sequence"] == 0).tolist()
             reward = [value if first else None for value, first in zip(reward, are_first, strict=True)]
             rewards = [named if first else {} for named, first in zip(rewards, are_first, strict=True)]
-        columns = {name: self.table[name].tolist() for name in _NUMBERS}
-        columns |= {"rollout_id": self._ids, "reward": reward, "rewards": rewards, "is_truncated": self.are_truncated}
-        names = (*columns,)
-        return [RolloutInfo(**dict(zip(names, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        own = zip(self._ids, reward, rewards, self.are_truncated, strict=True)
+        # A pull makes one for each payload: named one by one they cost a fifth of what a mapping of names costs.
+        return [
+            RolloutInfo(
+                rollout_id=rollout_id,
+                length=length,
+                prompt_tokens=prompt_tokens,
+                loss_tokens=loss_tokens,
+                reward=scalar,
+                rewards=named,
+                min_version=min_version,
+                max_version=max_version,
+                turns=turns,
+                is_truncated=is_truncated,
+                size=size,
+                checksum=checksum,
+                largest_token=largest_token,
+            )
+            for (rollout_id, scalar, named, is_truncated), (
+                length,
+                prompt_tokens,
+                loss_tokens,
+                turns,
+                largest_token,
+                min_version,
+                max_version,
+                size,
+                checksum,
+            ) in zip(own, self.table[_NUMBERS].tolist(), strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self.table)
