@@ -41,20 +41,16 @@ class PackItem:
 
     rollout: TokenSequence | None
     """None when it is missing or damaged: masked padding of the planned length takes its place."""
-    length: int
-    """Tokens, as planned."""
     sample: Sample
-    """The trainer's record of it; its advantage is broadcast to the trained tokens (a column ``advantages`` wins)."""
-    adapter: str = ""
-    """"" is all weights."""
+    """The trainer's record of it, with its planned length and its adapter; its advantage is broadcast to the trained
+    tokens (a column ``advantages`` wins)."""
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise PackingError(f"assemble: rollout {self.sample.rollout_id!r} has length {self.length}")
-        if self.rollout is not None and (tokens := len(self.rollout.tokens)) != self.length:
-            raise PackingError(
-                f"assemble: rollout {self.sample.rollout_id!r} has {tokens} tokens, {self.length} planned"
-            )
+        name, length = self.sample.rollout_id, self.sample.length
+        if length < 1:
+            raise PackingError(f"assemble: rollout {name!r} has length {length}")
+        if self.rollout is not None and (tokens := len(self.rollout.tokens)) != length:
+            raise PackingError(f"assemble: rollout {name!r} has {tokens} tokens, {length} planned")
 
 
 def assemble(
@@ -90,12 +86,12 @@ def assemble(
         normalizers=normalizers,
         world_size=world_size,
     )
-    made = Assembly(rows, [item.length for item in items], [item.adapter for item in items], layout)
+    samples = [item.sample for item in items]
+    made = Assembly(rows, [sample.length for sample in samples], [sample.adapter for sample in samples], layout)
     rollouts = {i: item.rollout for i, item in enumerate(items) if item.rollout is not None}
     for run in made.runs(range(len(made.items))):
         made.write(run, rollouts)
     made.note(rollouts)
-    samples = [item.sample for item in items]
     return made.micro_batches(
         [sample.advantage for sample in samples], lambda places: partial(tuple, [samples[item] for item in places])
     )

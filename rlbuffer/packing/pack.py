@@ -62,7 +62,7 @@ def pack(
         raise PackingError(f"pack: the advantage of rollout {worst} is {values[worst]}")
     infos = infos_of(rollouts)
     items = [
-        PackItem(rollout=sequence, length=len(sequence.tokens), sample=_sample(rollout, place, number, advantage, info))
+        PackItem(rollout=sequence, sample=_sample(rollout, place, number, advantage, info))
         for place, (rollout, advantage) in enumerate(zip(rollouts, values.tolist(), strict=True))
         for number, (sequence, info) in enumerate(zip(rollout.sequences, infos[place].sequences, strict=True))
     ]

@@ -76,12 +76,12 @@ class FakeRun(Serverless):
                     rollout=g * GROUP_SIZE + i,
                     rollout_loss_tokens=rollout.loss_tokens,
                 )
-                yield PackItem(rollout=rollout, length=rollout.length, sample=sample)
+                yield PackItem(rollout=rollout, sample=sample)
 
     def _step(self, number: int) -> Step:
         batcher, items = self._settings.batcher, [*self._groups(number)]
         planned = plan(
-            [item.length for item in items],
+            [item.sample.length for item in items],
             row_tokens=batcher.row_tokens,
             world_size=self._world_size,
             rows_per_micro_batch=batcher.rows_per_micro_batch,
@@ -107,7 +107,10 @@ class FakeRun(Serverless):
             rollouts=len(items),
             groups=GROUPS,
         )
-        tokens, rows = sum(item.length for item in items), sum(len(rank) for dealt in planned.rows for rank in dealt)
+        tokens, rows = (
+            sum(item.sample.length for item in items),
+            sum(len(rank) for dealt in planned.rows for rank in dealt),
+        )
         reward = float(np.mean([item.sample.reward for item in items]))
         env = {"rollouts": len(items), "tokens": tokens, "groups": GROUPS, "reward": reward, "age": 0.0, "max_age": 0}
         fill = tokens / (batcher.row_tokens * rows)

@@ -176,7 +176,7 @@ def test_a_whole_step_assembled_on_all_ranks_adds_up(
     items = []
     for number, rollout in enumerate(given_rollouts):
         sample = sample_of(str(number), length=rollout.length, advantage=1.0)
-        items.append(PackItem(None if number in damaged else rollout, rollout.length, sample))
+        items.append(PackItem(None if number in damaged else rollout, sample))
     counts = Normalizers(loss_tokens=sum(r.loss_tokens for r in given_rollouts), rollouts=len(items), groups=1)
     trained, seen = 0, []
     for rank in range(world_size):

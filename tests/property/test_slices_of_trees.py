@@ -101,7 +101,6 @@ def parts_of(step: Drawn, world_size: int) -> list[Step]:
     items = [
         PackItem(
             rollout=None if r in step.masked else its,
-            length=len(its.tokens),
             sample=sample_of(
                 str(r),
                 length=len(its.tokens),
@@ -114,7 +113,7 @@ def parts_of(step: Drawn, world_size: int) -> list[Step]:
         )
         for r, s, its in step.items()
     ]
-    lengths = [item.length for item in items]
+    lengths = [item.sample.length for item in items]
     row_tokens = max(ROW_TOKENS, *lengths)
     rows = plan(lengths, row_tokens=row_tokens, world_size=world_size).rows
     counts = Normalizers(
@@ -131,7 +130,7 @@ def parts_of(step: Drawn, world_size: int) -> list[Step]:
         normalizers={},
         rollouts=len(step.rollouts),
         sequences=len(items),
-        tokens=sum(item.length for item in items),
+        tokens=sum(lengths),
         group_ids=("g",),
         closed_by=ClosedBy.GROUPS,
         fill=1.0,
@@ -230,8 +229,7 @@ def in_one_process(step: Drawn, places: set[tuple[str, int]], choice: LossChoice
         tokens = replace(tokens, old_logprobs=tokens.logprobs.detach() if is_whole else torch.cat(old))
     if LOSSES[choice.name].function.endswith("_cov"):
         alone = [
-            PackItem(rollout=its, length=len(its.tokens), sample=sample_of(str(r), length=len(its.tokens), sequence=s))
-            for r, s, its in trained
+            PackItem(rollout=its, sample=sample_of(str(r), length=len(its.tokens), sequence=s)) for r, s, its in trained
         ]
         (packed,) = assemble(
             [[tuple(range(len(alone)))]],

@@ -78,7 +78,6 @@ def step_of(rank: int, world_size: int) -> Step:
     items = [
         PackItem(
             rollout=rollout,
-            length=rollout.length,
             sample=sample_of(
                 str(i),
                 length=rollout.length,

@@ -87,7 +87,7 @@ def items() -> list[PackItem]:
             prompt_tokens=prompt,
             length=length,
         )
-        made.append(PackItem(rollout=rollout, length=length, sample=sample))
+        made.append(PackItem(rollout=rollout, sample=sample))
     return made
 
 

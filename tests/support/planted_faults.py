@@ -214,7 +214,11 @@ class Loop:
 
     def _packed(self, items: list[PackItem]) -> Step:
         planned = plan(
-            [item.length for item in items], row_tokens=2048, world_size=1, rows_per_micro_batch=1, cost=(24576, 1)
+            [item.sample.length for item in items],
+            row_tokens=2048,
+            world_size=1,
+            rows_per_micro_batch=1,
+            cost=(24576, 1),
         )
         counts = Normalizers(
             loss_tokens=sum(int(item.rollout.loss_mask.sum()) for item in items if item.rollout is not None),
@@ -274,7 +278,7 @@ def _item(
         is_truncated=rollout.is_truncated,
         info=info,
     )
-    return PackItem(rollout=rollout, length=rollout.length, sample=sample)
+    return PackItem(rollout=rollout, sample=sample)
 
 
 def records_of(fault: str = "", load: Load | None = None, *, warm: int = WARM, steps: int = 4) -> list[StepRecord]:

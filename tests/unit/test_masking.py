@@ -82,7 +82,7 @@ def recorded(
             str(i), length=5, advantage=advantages[i], is_truncated=i in truncated, rollout_loss_tokens=4, info=info
         )
         held = None if i in truncated or i in damaged else rollout
-        items.append(PackItem(rollout=held, length=5, sample=sample))
+        items.append(PackItem(rollout=held, sample=sample))
     counts = Normalizers(loss_tokens=4 * (2 - len(truncated)), rollouts=2, groups=1)
     columns = () if weights is None else ("weights",)
     micro_batches = assemble([[(0,)], [(1,)]], items, row_tokens=8, normalizers=counts, columns=columns)

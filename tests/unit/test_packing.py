@@ -41,8 +41,9 @@ def make_item(
     length: int, *, name: str = "r", advantage: float = 1.0, damaged: bool = False, adapter: str = "", **fields: Any
 ) -> PackItem:
     rollout = None if damaged else make_rollout(length, **fields)
-    sample = sample_of(name, length=length, advantage=advantage, policy_versions=(3, 3))
-    return PackItem(rollout, length, sample, adapter)
+    return PackItem(
+        rollout, sample_of(name, length=length, advantage=advantage, policy_versions=(3, 3), adapter=adapter)
+    )
 
 
 def one_step(rows: Any, items: Any, **options: Any) -> tuple[MicroBatch, ...]:
@@ -210,7 +211,7 @@ def test_pack_counts_groups_by_the_ids_of_its_rollouts() -> None:
 def test_every_token_names_the_policy_version_that_sampled_it() -> None:
     spans = (VersionSpan(4, 1, 3), VersionSpan(6, 3, 4))
     mixed = PackItem(
-        replace(make_rollout(5, prompt=4), version_spans=(*spans, VersionSpan(7, 4, 5))), 5, sample_of("m", length=5)
+        replace(make_rollout(5, prompt=4), version_spans=(*spans, VersionSpan(7, 4, 5))), sample_of("m", length=5)
     )
     packed = one([(0, 1, 2)], [mixed, make_item(2, damaged=True), make_item(2)], pad_to_multiple_of=4)
     assert packed.policy_versions.tolist() == [-1, 4, 4, 6, 7, -1, -1, 3, 3, -1, -1, -1]

@@ -29,7 +29,7 @@ def rollout(**fields: Any) -> Rollout:
 
 
 def item(name: str, *, length: int = 4, adapter: str = "", **fields: Any) -> PackItem:
-    return PackItem(rollout=rollout(**fields), length=length, sample=sample_of(name, length=length), adapter=adapter)
+    return PackItem(rollout=rollout(**fields), sample=sample_of(name, length=length, adapter=adapter))
 
 
 def assembled(rows: Any, items: list[PackItem], **options: Any) -> Any:

@@ -97,7 +97,7 @@ def cut_as(*held: Sequence[tuple[int, int, int]], masks_truncated: bool = False)
                 rollout_loss_tokens=rollouts[r].loss_tokens,
                 is_truncated=r == 2,
             )
-            items.append(PackItem(rollout=its if tokens else None, length=len(its.tokens), sample=sample))
+            items.append(PackItem(rollout=its if tokens else None, sample=sample))
         micro_batches += assemble([[tuple(range(len(items)))]], items, row_tokens=512, normalizers=WHOLE)
     header = header_of(masks_truncated=masks_truncated)
     parts = slices_of(step_of(*micro_batches, header=header), ALONE, len(micro_batches))
