@@ -269,6 +269,8 @@ class PooledGroup:
 
     def uses(self, max_uses: int = 1) -> list[GroupPart]:
         """Its parts as the step that packs it uses them. Other rollouts of an entry are dropped with the first use."""
+        if max_uses == 1 and not self.used:
+            return [*self.parts.values()]
         return [
             msgspec.structs.replace(
                 part,
