@@ -11,7 +11,7 @@ from typing import Any
 from rlbuffer.archive.groups import pushes_of
 from rlbuffer.archive.library import Archive, ArchivedRollout, ArchivedStep
 from rlbuffer.packing.further_columns import agree
-from rlbuffer.records.info import GroupInfo, RolloutInfo
+from rlbuffer.records.info import GroupInfo, RolloutInfo, folded
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import Decision
 from rlbuffer.store.keys import Keys
@@ -82,7 +82,7 @@ def _info_of(members: Sequence[ArchivedRollout]) -> GroupInfo:
         prompt_id=row["prompt_id"] or "",
         adapter=row["adapter"] or "",
         planned_size=row["planned_size"],
-        rollouts=tuple(_rollout_of(member.row) for member in members),
+        rollouts=tuple(folded([_rollout_of(row) for row in member.rows]) for member in members),
         needs=tuple(row["needs"] or ()),
         worker=row["worker"] or "",
         seconds=row["seconds"],

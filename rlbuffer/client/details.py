@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from typing import Any
 
 from rlbuffer.client.group_view import GroupView, with_rollouts
 from rlbuffer.client.groups import GroupSource, every_group, left_out_of
 from rlbuffer.client.kept_pushes import dropped_pushes
-from rlbuffer.client.rollout_view import RolloutView, left_out_in_words, places_of, rollout_view, view_of
+from rlbuffer.client.rollout_view import RolloutView, StepPlace, left_out_in_words, places_of, rollout_view, view_of
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
 from rlbuffer.records.group import Group, infos_of
 from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.states import Reason, State
+from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import several_ids
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.records import PartRollout, PoolEntry, by_rollout
@@ -35,6 +36,43 @@ class GroupDetail:
     def tree(self) -> tuple[RolloutView, ...]:
         """Its rollouts, each followed by its sequences where it has several."""
         return tuple(view for member in self.members for view in (member, *member.sequences()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InStep:
+    """What a step says of its groups."""
+
+    step: int
+    parts: Sequence[StepPart] = ()
+    """None of one that was retired; so are the next two."""
+    places: Mapping[tuple[str, int], StepPlace] = field(default_factory=dict)
+    header: StepHeader | None = None
+    unused: Sequence[str] = ()
+    """Ids of rollouts that the trainer of a stream was given in it and has not trained."""
+
+
+class Steps:
+    """Reads steps for the details of groups. The last one is kept: a list has the groups of a step together."""
+
+    def __init__(self, store: Viewer) -> None:
+        self._store = store
+        self._last = InStep(step=-1)
+
+    def read(self, step: int) -> InStep:
+        """Raises PayloadError where it cannot be read."""
+        if step != self._last.step:
+            self._last = self._read(step)
+        return self._last
+
+    def _read(self, step: int) -> InStep:
+        left = self._store.unused().get(step)
+        unused = left.rollout_ids if left is not None else ()
+        try:
+            parts = self._store.read_parts(step)
+            header = self._store.wait_step(step, block_seconds=0.0)
+        except (StepRetired, NotFound):
+            return InStep(step=step, unused=unused)
+        return InStep(step=step, parts=parts, places=places_of(parts), header=header, unused=unused)
 
 
 def find_group(store: Viewer, group_id: str) -> GroupDetail:
@@ -63,45 +101,38 @@ def find_group(store: Viewer, group_id: str) -> GroupDetail:
 
 
 def detail_of(
-    store: Viewer, view: GroupView, sources: GroupSource, dropped: Mapping[str, Sequence[str]] | None = None
+    store: Viewer,
+    view: GroupView,
+    sources: GroupSource,
+    dropped: Mapping[str, Sequence[str]] | None = None,
+    steps: Steps | None = None,
 ) -> GroupDetail:
     """A group whole: its view, and what :func:`every_group` gave with it; of a dropped one what was not swept yet.
 
-    `dropped` has the payload keys of dropped groups; None: they are looked for.
+    `dropped` has the payload keys of dropped groups; None: they are looked for. `steps` reads what holds its groups.
     """
     if view.state is State.DROPPED and view.step is None:
         keys = store.dropped_payloads([view.group_id]) if dropped is None else dropped
         return _dropped_detail(view, list(dropped_pushes(store, view, keys.get(view.group_id, ()), [])))
-    left = store.unused().get(view.step) if view.step is not None else None
-    unused = left.rollout_ids if left is not None else ()
-    parts = [] if view.step is None else _parts_of(store, view.step)
-    refs = stand_ins(sources) if sources or view.step is None else _named(parts, view.group_id, unused)
-    places = places_of(parts)
+    its = InStep(step=-1) if view.step is None else (steps or Steps(store)).read(view.step)
+    refs = stand_ins(sources) if sources or view.step is None else _named(its.parts, view.group_id, its.unused)
     rollouts = by_rollout(refs)
     payloads = iter(store.read_payloads([*chain.from_iterable(rollouts)]) if refs else [])
     members = tuple(
         rollout_view(
             sequences,
             view.step,
-            places.get((sequences[0].payload_key, sequences[0].index)),
+            its.places.get((sequences[0].payload_key, sequences[0].index)),
             [*islice(payloads, len(sequences))],
         )
         for sequences in rollouts
     )
-    members = tuple(m.changed(left_out=Reason.UNUSED) if m.rollout_id in unused else m for m in members)
+    members = tuple(m.changed(left_out=Reason.UNUSED) if m.rollout_id in its.unused else m for m in members)
     if view.step is not None and view.state is not State.DROPPED:
-        members += tuple(_left_out(store, view.step, refs))
+        members += tuple(_left_out(store, its.header, refs))
         view = replace(view, detail=left_out_in_words(members))
     answer, metadata = _group_payload(store, refs)
     return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)
-
-
-def _parts_of(store: Viewer, step: int) -> list[StepPart]:
-    """The parts of a step; none of one that was retired."""
-    try:
-        return store.read_parts(step)
-    except (StepRetired, NotFound):
-        return []
 
 
 def _named(parts: Sequence[StepPart], group_id: str, rollout_ids: Sequence[str]) -> list[PartRollout]:
@@ -120,10 +151,10 @@ def _dropped_detail(view: GroupView, pushes: Sequence[Group]) -> GroupDetail:
     )
 
 
-def _left_out(store: Viewer, step: int, refs: Sequence[PartRollout]) -> Iterator[RolloutView]:
+def _left_out(store: Viewer, header: StepHeader | None, refs: Sequence[PartRollout]) -> Iterator[RolloutView]:
     """The rollouts that the step leaves out of these pushes, as far as their payloads can be read; one that came again
     is there once."""
-    found = left_out_of(store, step, refs)
+    found = left_out_of(store, header, refs)
     payloads = store.read_payloads([ref for ref, _ in found]) if found else []
     reasons = dict[str, str]()
     for (_, reason), data in zip(found, payloads, strict=True):

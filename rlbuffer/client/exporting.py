@@ -56,6 +56,7 @@ def _of_entries(store: Viewer, entries: Sequence[PoolEntry], gone: list[str]) ->
 def _of_step(store: Viewer, step: int, group_ids: set[str], gone: list[str]) -> Iterator[Group]:
     try:
         parts = store.read_parts(step)
+        header = store.wait_step(step, block_seconds=0.0)
     except (StepRetired, NotFound, PayloadError):
         gone.extend(sorted(group_ids))
         return
@@ -63,7 +64,7 @@ def _of_step(store: Viewer, step: int, group_ids: set[str], gone: list[str]) -> 
     for ref in (ref for part in parts for ref in part.rollouts):
         if ref.group_id in group_ids:
             pushes.setdefault(ref.payload_key, []).append(ref)
-    for ref, _ in left_out_of(store, step, [refs[0] for refs in pushes.values()]):
+    for ref, _ in left_out_of(store, header, [refs[0] for refs in pushes.values()]):
         pushes[ref.payload_key].append(ref)
     for refs in pushes.values():
         refs.sort(key=lambda ref: ref.index)

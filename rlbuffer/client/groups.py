@@ -123,13 +123,9 @@ def _in_steps(
                 yield (consumed_view(used, header, trained=trained), members), header
 
 
-def left_out_of(store: Viewer, step: int, refs: Sequence[PartRollout]) -> list[tuple[PartRollout, str]]:
-    """Stand-ins for the sequences that a step leaves out of the pushes of `refs`, each with the reason; none where the
-    step was retired."""
-    try:
-        header = store.wait_step(step, block_seconds=0.0)
-    except StepRetired:
-        return []
+def left_out_of(store: Viewer, header: StepHeader | None, refs: Sequence[PartRollout]) -> list[tuple[PartRollout, str]]:
+    """Stand-ins for the sequences that a step leaves out of the pushes of `refs`, each with the reason; none of a step
+    that is not there (None)."""
     if header is None:
         return []
     pushes = {ref.payload_key: ref for ref in refs}

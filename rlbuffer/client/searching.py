@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
 
-from rlbuffer.client.details import GroupDetail, detail_of, stand_ins
+from rlbuffer.client.details import GroupDetail, Steps, detail_of, stand_ins
 from rlbuffer.client.filters import PAYLOAD_FIELDS, Filter, parse
 from rlbuffer.client.group_view import GroupView
 from rlbuffer.client.groups import GroupSource, every_group
@@ -94,8 +94,9 @@ def list_details(
     """The groups of :func:`list_groups`, whole; the payloads of one at a time are read."""
     chosen = list_groups(store, where=where, limit=limit, problems=problems, text_of=text_of)
     dropped = store.dropped_payloads([view.group_id for view, _ in chosen if view.state is State.DROPPED])
+    steps = Steps(store)
     for view, sources in chosen:
-        yield detail_of(store, view, sources, dropped)
+        yield detail_of(store, view, sources, dropped, steps)
 
 
 def shortest_rollouts(store: Viewer, chosen: Iterable[tuple[GroupView, GroupSource]]) -> Iterator[tuple[str, Rollout]]:

@@ -347,7 +347,9 @@ def check_logprobs(name: str, array: NDArray[Any]) -> None:
     least = MIN_LOGPROB if name == "logprobs" else MIN_OTHER_LOGPROB
     if not array.size or least <= array.item(array.argmin()) <= array.item(array.argmax()) <= MAX_LOGPROB:
         return
-    at = tuple(int(index) for index in np.argwhere((array < least) | (array > MAX_LOGPROB))[0])
+    at = tuple(int(index) for index in np.argwhere(~((array >= least) & (array <= MAX_LOGPROB)))[0])
+    if np.isnan(array[at]):
+        raise InvalidRollout(f"column {name}: not finite at position {at[0]}: {array[at]}")
     why = (
         "is above 0, so it is no logarithm of a probability; are these logits, or logprobs with the sign turned?"
         if array[at] > 0

@@ -43,6 +43,8 @@ def test_recorded_steps_are_trained_again_and_under_several_losses(home: Home) -
         (("--set", "batcher.max_age=4"), "what a step is made of is recorded"),
         (("--set", "trainer.loss.name"), "write NAME=VALUE"),
         (("--from", "2", "--checkpoints", "kept"), "step 2 is trained behind the checkpoint of step 1"),
+        (("--to", "2", "--checkpoints", "nowhere"), "Directory 'nowhere' does not exist"),
+        (("--score", "2", "--checkpoints", "a-file"), "Directory 'a-file' is a file"),
         (("--score", "jump"), "jumped at no recorded step"),
         (("--score", "2", "--versions", "95"), "version 95 is not kept"),
         (("-o", "kept"), "is not empty"),

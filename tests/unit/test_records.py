@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.checks import plain
 from rlbuffer.records.group import Group
-from rlbuffer.records.rollout import Rollout, TokenSequence
+from rlbuffer.records.rollout import Rollout, TokenSequence, check_logprobs
 from rlbuffer.records.spans import MAX_SPANS, Turn, VersionSpan
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import encode_push
@@ -59,6 +60,12 @@ def test_a_logprob_that_was_rounded_a_little_above_0_is_taken() -> None:
     assert made(logprobs=[0.0, 0.0, 1e-3, -0.25]).logprobs[2] == np.float32(1e-3)
     with pytest.raises(InvalidRollout, match=r"^column logprobs: 0\.002 at position 2 is above 0"):
         made(logprobs=[0.0, 0.0, 2e-3, -0.25])
+
+
+def test_a_logprob_that_is_no_number_is_refused_by_its_place() -> None:
+    for array, place in (([-0.5, math.nan, -0.25], 1), ([[-0.5, -1.0], [-2.0, math.nan]], 1)):
+        with pytest.raises(InvalidRollout, match=rf"column logprobs: not finite at position {place}: nan"):
+            check_logprobs("logprobs", np.array(array))
 
 
 @pytest.mark.parametrize("sentinel", [-9999.0, -1e30])

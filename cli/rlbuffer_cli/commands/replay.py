@@ -40,7 +40,7 @@ SHOWN_ROLLOUTS = 8
 )
 @click.option(
     "--checkpoints",
-    type=click.Path(path_type=Path),
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="DIR",
     help="The run's checkpoints. [default: where its trainer has written them]",
 )

@@ -120,6 +120,30 @@ def test_a_dropped_push_keeps_its_entry_and_its_seconds(run: Run, tmp_path: Path
     assert [(row["entry_id"], row["seconds"]) for row in rows] == list(zip(entries, (0.25, 0.5, 0.75), strict=True))
 
 
+def test_a_pending_push_has_all_sequences_of_its_rollouts(run: Run, tmp_path: Path) -> None:
+    names = ("tokens", "loss_mask", "logprobs", "version_spans")
+    pieces = make_group(env="a", group_id="a.0", size=3, lengths=[8, 12, 9]).rollouts
+    first, second = (
+        rlbuffer.Rollout.from_sequences(
+            [rlbuffer.TokenSequence(**{name: getattr(piece, name) for name in names}) for piece in its], reward=reward
+        )
+        for its, reward in ((pieces[:2], 1.0), (pieces[2:], 0.0))
+    )
+    group = rlbuffer.Group("a.0", env="a", prompt_id="p", rollouts=(first, second), planned_size=2)
+    settled(run)
+    run.step("b.0")
+    run.sequence += 1
+    run.store.push(group, producer="w", incarnation="u", sequence=run.sequence, epoch=run.meta.epoch)
+    (pushed,) = [entry.info for entry in run.pool()]
+    assert pushed is not None
+    archived(run, tmp_path / "archive")
+    copy_pending(run.store, ArchiveWriter(tmp_path / "archive", run.store.run))
+    (known,) = [push for push in recorded_pushes(Archive(tmp_path / "archive")) if push.info.env == "a"]
+    assert known.info.tokens == 8 + 12 + 9
+    assert known.info.totals == pushed.totals
+    assert [rollout.reward for rollout in known.info.rollouts] == [1.0, 0.0]
+
+
 def as_format_4(folder: Path) -> None:
     """The files as the version before wrote them."""
     for path in folder.glob("*.parquet"):

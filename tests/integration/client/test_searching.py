@@ -164,6 +164,27 @@ def test_a_dropped_group_has_its_rollouts_until_they_are_swept(run: Run, buffer:
     assert buffer.group("b.2").members == ()
 
 
+def test_groups_of_a_step_are_listed_whole_by_one_read_of_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(2):
+        for number in range(3):
+            push(run, f"a.{3 * step + number}", {"reward": 0.0}, {"reward": 1.0})
+        run.step()
+    with rlbuffer.connect(run.url, run=run.store.run) as buffer:
+        expected = [buffer.group(f"a.{number}") for number in range(6)]
+        read, read_parts = list[int](), buffer.store.read_parts
+
+        def counted(step: int, ranks: Any = None) -> Any:
+            read.append(step)
+            return read_parts(step, ranks)
+
+        chosen = searching.list_groups(buffer.store, where="state:packed")
+        monkeypatch.setattr(searching, "list_groups", lambda *_, **__: chosen)
+        monkeypatch.setattr(buffer.store, "read_parts", counted)
+        found = list(searching.list_details(buffer.store, where="state:packed"))
+    assert sorted(found, key=lambda detail: detail.view.group_id) == expected
+    assert sorted(read) == [1, 2]
+
+
 def test_a_dropped_group_names_the_adapter_that_it_would_have_trained(run: Run, buffer: rlbuffer.Buffer) -> None:
     run.push("c.0", adapter="x")
     run.drop("stale", [entry for entry in run.pool() if entry.group_id == "c.0"])
