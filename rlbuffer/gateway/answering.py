@@ -150,7 +150,13 @@ class Answering:
 
     @asynccontextmanager
     async def flight(
-        self, capability: str, request: AgentRequest, dialect: Dialect, *, tries: int = 0
+        self,
+        capability: str,
+        request: AgentRequest,
+        dialect: Dialect,
+        *,
+        tries: int = 0,
+        length: int | None = None,
     ) -> AsyncIterator[Flight]:
         """The call that answers a request, for as long as its agent is told of it.
 
@@ -158,13 +164,15 @@ class Answering:
 
         Args:
             tries: how often its client has tried it before.
+            length: bytes of its body; None: they were not announced.
 
         Raises:
             Refused: no open rollout has the capability, or too many calls are open.
         """
         chain = beginnings(request)
         key = capability, request_digest(request, chain[-1])
-        tries = 0 if tries and self._was_refused(key, tries) else tries
+        if tries and (self._was_refused(key, tries) or self._was_refused(_unread(capability, length), tries)):
+            tries = 0
         flight = None
         try:
             flight = await self._joined(key, request, dialect, chain, tries)
@@ -227,6 +235,16 @@ class Answering:
     async def check(self, capability: str) -> None:
         """Raises Refused where no open rollout that takes calls has the capability."""
         await self._run.opened(lambda: self._store.look_up(capability))
+
+    async def check_unread(self, capability: str, *, tries: int, length: int | None) -> None:
+        """As :meth:`check`, of a request whose body is not read: its length alone tells when it is tried again. `tries`
+        and `length` are those of :meth:`flight`."""
+        try:
+            await self.check(capability)
+        except Refused as error:
+            if error.retry_seconds:
+                self._note_refusal(_unread(capability, length), tries)
+            raise
 
     async def count_tokens(self, request: AgentRequest) -> int:
         """Tokens of a whole rendering. Raises Refused."""
@@ -545,3 +563,8 @@ def told_of(call: OpenCall) -> Told:
         created=int(details["created"]),
         model=str(details["model"]) or "policy",
     )
+
+
+def _unread(capability: str, length: int | None) -> tuple[str, str]:
+    """Stands for a request whose body was not read, in the place of its digest."""
+    return capability, f"{length} bytes"

@@ -263,7 +263,7 @@ class Gateway:
             if request.path.endswith(("/open_rollouts", "/end")):
                 self._authorize(request)
             else:
-                await self.answering.check(self._capability(request))
+                await self.answering.check_unread(self._capability(request), tries=_tries(request), length=length)
         except Refused as refused:
             return self._refusal(refused, _form_at(request.path))
         return None
@@ -410,9 +410,8 @@ class Gateway:
             capability = self._capability(request)
             asked = dialect.parse(await _body(request), self._is_free)
             self._check_model(asked.model)
-            retries = request.headers.get("x-stainless-retry-count", "0")
-            tries = int(retries) if retries.isdecimal() and len(retries) < 4 else 0
-            async with self.answering.flight(capability, asked, dialect, tries=tries) as flight:
+            tries, length = _tries(request), request.content_length
+            async with self.answering.flight(capability, asked, dialect, tries=tries, length=length) as flight:
                 if asked.is_streamed:
                     response = await self._streamed(request, dialect, asked, flight.task)
                 else:
@@ -497,6 +496,12 @@ def _told_of(begun: Begun, base: str) -> dict[str, Any]:
             for name, capability, end_key in zip(begun.names, begun.capabilities, begun.end_keys, strict=True)
         ],
     }
+
+
+def _tries(request: web.Request) -> int:
+    """How often its client has tried a request before."""
+    told = request.headers.get("x-stainless-retry-count", "0")
+    return int(told) if told.isdecimal() and len(told) < 4 else 0
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:

@@ -330,6 +330,38 @@ def test_retries_of_several_agents_that_ask_the_same_are_calls_of_their_own(
     assert Counter(trained_samples(rollout)) == Counter(engine_samples(stage.engine))
 
 
+def test_a_retry_of_a_large_request_that_was_refused_unread_joins_no_call_of_another_agent(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, answering, answers = stage.agent(), stage.first.gateway.answering, list[Any]()
+    store = stage.first.buffer.store.role(GatewayStore)
+    monkeypatch.setattr(service, "READ_OF_ANYBODY", 0)
+
+    def away(*args: Any, **more: Any) -> Any:
+        raise ServerUnreachable("the server is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "look_up", away)
+        refused = agent.post("tell me")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_away")
+    stage.engine.holds = True
+
+    def ask(retry: int) -> threading.Thread:
+        thread = threading.Thread(target=lambda: answers.append(agent.post("tell me", retry=retry)))
+        thread.start()
+        return thread
+
+    other = ask(0)  # of another agent, which asks the same
+    stage.wait_for(lambda: answering.open_calls == 1)
+    again = ask(1)
+    stage.wait_for(lambda: answering.open_calls == 2)
+    stage.engine.holds = False
+    for thread in (other, again):
+        thread.join()
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text[:300]
+    assert len({answer.json()["id"] for answer in answers}) == 2
+
+
 def test_who_asks_the_same_while_a_call_is_recorded_has_a_call_of_its_own(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
