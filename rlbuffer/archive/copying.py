@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from rlbuffer.archive.rows import PENDING, Source
 from rlbuffer.archive.writer import ArchiveWriter, history_rows
 from rlbuffer.errors import PayloadError
@@ -98,7 +100,8 @@ def copy_trained(store: Viewer, writer: ArchiveWriter) -> None:
 
 
 def copy_pending(store: Viewer, writer: ArchiveWriter) -> None:
-    """Writes what is pending now, without payloads, in place of what was pending before. Raises OSError."""
+    """Writes what is pending now, without payloads, and which tickets are out, in place of those of before. Raises
+    OSError."""
 
     def pushes() -> Iterator[list[Source]]:
         after = "0-0"
@@ -106,6 +109,7 @@ def copy_pending(store: Viewer, writer: ArchiveWriter) -> None:
             after = page[-1].entry_id
             yield from (_pending(entry, entry.info) for entry in page if entry.info is not None)
 
+    writer.add_tickets([msgspec.structs.asdict(ticket) for ticket in store.taken_tickets()])
     writer.add_pending(pushes())
 
 

@@ -24,6 +24,7 @@ from rlbuffer.archive.schema import (
     LACKS_OF_FORMAT_4,
     PENDING_FILE,
     RUN_KEY,
+    TICKETS_FILE,
     history_names,
     settings_file,
     steps_names,
@@ -37,7 +38,7 @@ from rlbuffer.state.text import several_ids
 from rlbuffer.store.history import Committed, Dropped, RunRewound, StepsVoided, TrainerStarted
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.part_rollouts import StepPart
-from rlbuffer.store.records import PartRollout
+from rlbuffer.store.records import PartRollout, TakenTicket
 from rlbuffer.store.step_format import decode_header, decode_part
 from rlbuffer.wire.payload import decode_group_payload, decode_whole
 
@@ -367,6 +368,12 @@ class Archive:
             for _, of_push in groupby(self.rows(PENDING_FILE), key=lambda row: row["entry_id"]):
                 rows = [*of_push]
                 yield group_of(rows, rows[0]["group_id"], None)
+
+    def tickets_out(self) -> list[TakenTicket]:
+        """The tickets that were out when the last leader left, by env and number: groups that nobody has pushed yet,
+        and how long they had taken. As of :meth:`pending`."""
+        rows = self.table(TICKETS_FILE) if (self.folder / TICKETS_FILE).exists() else []
+        return [TakenTicket(**row) for row in rows]
 
     @cached_property
     def lacks(self) -> tuple[str, ...]:

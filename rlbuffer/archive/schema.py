@@ -10,6 +10,7 @@ A step is archived when a file of steps holds it; its rollouts lie in the file o
     trained-FIRST-LAST.parquet                  one row per record of the trainer
     settings-REVISION.parquet                   one row: the batcher's settings
     pending.parquet                             one row per rollout that was pending when a leader left, without payload
+    tickets.parquet                             one row per ticket that was out then
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ LACKS_OF_FORMAT_4 = (
     "its seconds since its ticket (seconds)",
     "what the leader had read when it decided on a step, and when that was (read, decided)",
     "the trainer's settings (attempts)",
-    "what was pending when the leader left (pending)",
+    "what was pending when the leader left (pending), and which tickets were out (tickets_out)",
 )
-PENDING_FILE = "pending.parquet"
+PENDING_FILE, TICKETS_FILE = "pending.parquet", "tickets.parquet"
 """Written anew by every leader that leaves; a leader that is killed leaves that of the one before."""
 FORMAT_KEY, RUN_KEY = b"rlbuffer.archive", b"rlbuffer.run"
 """In each file's metadata: the format, and the name of the run."""
@@ -144,6 +145,8 @@ TRAINED = pa.schema(
 SETTINGS = pa.schema(
     [("revision", pa.int64()), ("epoch", pa.int64()), ("digest", pa.string()), ("config", pa.string())]
 )
+
+TICKETS = pa.schema([("env", pa.string()), ("number", pa.int64()), ("version", pa.int64()), ("seconds", pa.float64())])
 
 _STEPS_NAME = re.compile(r"(steps|rollouts)-(\d+)-(\d+)-(\d+)-([0-9a-f]{12})\.parquet\Z")
 _HISTORY_NAME = re.compile(r"(history|dropped|trained)-(\d+)\.(\d+)-(\d+)\.(\d+)\.parquet\Z")

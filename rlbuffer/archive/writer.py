@@ -25,6 +25,8 @@ from rlbuffer.archive.schema import (
     RUN_KEY,
     SETTINGS,
     STEPS,
+    TICKETS,
+    TICKETS_FILE,
     TRAINED,
     StepsName,
     described,
@@ -133,6 +135,11 @@ class ArchiveWriter:
         """Replaces what was pending by what is. Raises OSError."""
         tables = rollout_tables(rollouts)
         self._write(PENDING_FILE, ROLLOUTS, chain([next(tables, ROLLOUTS.empty_table())], tables))
+
+    def add_tickets(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Replaces the tickets that were out by those that are: rows of :data:`~rlbuffer.archive.schema.TICKETS`.
+        Raises OSError."""
+        self._write(TICKETS_FILE, TICKETS, [pa.Table.from_pylist(list(rows), schema=TICKETS)])
 
     def add_settings(self, meta: Meta) -> None:
         """Adds the batcher's settings of a revision, once. Raises OSError."""

@@ -94,8 +94,9 @@ def group_of(
     needs: Sequence[str],
     created: float,
     worker: str,
+    seconds: float | None = None,
 ) -> Group:
-    """The group of rollouts that have all ended. `about`: what its opening has said.
+    """The group of rollouts that have all ended. `about`: what its opening has said; `seconds`: since its ticket.
 
     Raises:
         InvalidRollout: what was said of it, or a rollout, cannot be in a group.
@@ -111,6 +112,7 @@ def group_of(
         needs=tuple(need for need in needs if not _have(rollouts, need)),
         worker=worker,
         created=created,
+        seconds=seconds,
     )
 
 

@@ -258,6 +258,7 @@ class Sweeper:
             needs=self._settings.needs_of(waiting.env),
             created=waiting.begun_ms / 1000,
             worker=self._worker,
+            seconds=waiting.seconds,
         )
         try:
             return made(checked_about(waiting.group_id, waiting.env, waiting.about))

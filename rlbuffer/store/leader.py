@@ -42,7 +42,7 @@ from rlbuffer.store.step_format import (
     step_digest,
 )
 from rlbuffer.store.unused import unused_lines
-from rlbuffer.store.viewer import heartbeats_of, seconds_of, sources_of, tombstone_ms, tombstone_steps
+from rlbuffer.store.viewer import heartbeats_of, living_tickets, seconds_of, sources_of, tombstone_ms, tombstone_steps
 from rlbuffer.wire import payload
 
 SUMMARY_LINES = 20_000
@@ -248,9 +248,9 @@ class LeaderStore(TicketStore):
             self._with_tickets = tuple(text(env) for env in given)
             if set(self._with_tickets) <= {*envs}:
                 break
-        now_ms = 1000 * seconds_of(time)
+        now_ms = round(1000 * seconds_of(time))
         return {
-            env: versions_of(out, taken, now_ms)
+            env: {ticket.number: ticket.version for ticket in living_tickets(env, out, taken, now_ms)}
             for env, out, taken in zip(envs, replies[::2], replies[1::2], strict=True)
         }
 
@@ -553,17 +553,6 @@ class LeaderStore(TicketStore):
         if not others and claim.step <= last:
             others = [claim.step]
         return min(others, default=0)
-
-
-def versions_of(out: Sequence[tuple[bytes, float]], taken: Mapping[bytes, bytes], now_ms: float) -> dict[int, int]:
-    """Number of a ticket that lives -> the version with which it was taken. Workers write both: what is no number is
-    no ticket."""
-    found: dict[int, int] = {}
-    for ticket, until in out:
-        version = number(taken.get(ticket, b"").partition(b" ")[0])
-        if until > now_ms and version is not None and (n := number(ticket)) is not None:
-            found[n] = version
-    return found
 
 
 def _load(client: Any, script: Script) -> None:

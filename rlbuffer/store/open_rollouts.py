@@ -31,7 +31,7 @@ from rlbuffer.records.info import GROUP_ID
 from rlbuffer.records.rollout import MAX_SEQUENCES, Rollout
 from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.session import number, text
-from rlbuffer.store.viewer import Viewer
+from rlbuffer.store.viewer import Viewer, seconds_of
 from rlbuffer.wire import payload
 from rlbuffer.wire.checksum import sealed, unsealed
 
@@ -283,6 +283,9 @@ class WaitingGroup:
     since_ms: int
     """Server ms when the last of its rollouts ended."""
     begun_ms: int
+    """Server ms when it was begun, right behind its ticket; 0 where that cannot be read."""
+    read_ms: int
+    """Server ms when this was read."""
     epoch: int
     """The run's epoch when it was read: its push is refused in another one."""
     is_void: bool
@@ -293,6 +296,11 @@ class WaitingGroup:
     def names(self) -> tuple[str, ...]:
         """Names of its open rollouts."""
         return names_of(self.group_id, self.size)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds since its ticket; None where nobody knows."""
+        return max(0.0, (self.read_ms - self.begun_ms) / 1000) if self.begun_ms else None
 
     @property
     def bytes(self) -> int:
@@ -580,10 +588,12 @@ def _waiting_of(store: Viewer, groups: Mapping[str, int]) -> Iterator[WaitingGro
 
     def ask(pipe: Any) -> None:
         pipe.hmget(keys.meta, "epoch", "line", "since")
+        pipe.time()
         for group in groups:
             pipe.hmget(keys.open_group(group), "size", "about", "epoch", "begun", "id")
 
-    meta, *replies = store.piped(ask, lenient=True) if groups else (None,)
+    meta, now, *replies = store.piped(ask, lenient=True) if groups else (None, (0, 0))
+    read_ms = round(1000 * seconds_of(now))
     epoch, line = place_of(meta or ())
     for (group, since), reply in zip(groups.items(), replies, strict=True):
         size, about, begun_in, begun, pushed = reply or [None] * 5
@@ -598,6 +608,7 @@ def _waiting_of(store: Viewer, groups: Mapping[str, int]) -> Iterator[WaitingGro
             about=about_of(about),
             since_ms=since,
             begun_ms=number(begun) or 0,
+            read_ms=read_ms,
             epoch=epoch,
             is_void=(number(begun_in) or 0) < line,
             rollouts=tuple(rollout if rollout is not None else _unreadable(name) for name, rollout in rollouts),

@@ -21,6 +21,17 @@ MAX_TRAINER_BYTES = 64 * 2**10
 """Largest record of a policy version."""
 
 
+class TakenTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket that is out."""
+
+    env: str
+    number: int
+    version: int
+    """Of all weights, announced when it was taken."""
+    seconds: float
+    """Since it was taken."""
+
+
 class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One push that is pending. A leader that takes over makes a million, and a Struct is made in C."""
 

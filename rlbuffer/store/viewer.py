@@ -35,6 +35,7 @@ from rlbuffer.store.records import (
     PartRollout,
     PoolEntry,
     Sources,
+    TakenTicket,
     Unused,
     policy_of,
 )
@@ -268,6 +269,25 @@ class Viewer(Session):
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
+
+    def taken_tickets(self) -> list[TakenTicket]:
+        """The tickets that are out, by env and number; but for those that were taken before a version was announced."""
+        keys = self.keys
+        envs = sorted(map(text, self.look(lambda client: client.hkeys(keys.numbers))))
+
+        def ask(pipe: Any) -> None:
+            pipe.time()
+            for env in envs:
+                pipe.zrange(keys.tickets(env), 0, -1, withscores=True)
+                pipe.hgetall(keys.taken(env))
+
+        time, *replies = self.piped(ask)
+        now_ms = round(1000 * seconds_of(time))
+        return [
+            ticket
+            for env, out, taken in zip(envs, replies[::2], replies[1::2], strict=True)
+            for ticket in living_tickets(env, out, taken, now_ms)
+        ]
 
     def read_parts(self, step: int, ranks: Sequence[int] | None = None) -> list[StepPart]:
         """Parts of the given planned ranks, or all, in their order. Raises StepRetired, NotFound, PayloadError."""
@@ -652,3 +672,17 @@ def chunks(sizes: Sequence[int], most: int) -> Iterator[range]:
 def _number(value: str) -> float:
     """A ticket number; what is none is below every end."""
     return int(value) if value.isdecimal() else float("-inf")
+
+
+def living_tickets(
+    env: str, out: Sequence[tuple[bytes, float]], taken: Mapping[bytes, bytes], now_ms: int
+) -> list[TakenTicket]:
+    """The tickets of an env that are out, by number. Workers write both: what is no number is no ticket."""
+    found: list[TakenTicket] = []
+    for ticket, until in out:
+        version, _, taken_ms = taken.get(ticket, b"").partition(b" ")
+        of_version, at, n = number(version), number(taken_ms), number(ticket)
+        if until > now_ms and n is not None and of_version is not None and at is not None:
+            seconds = max(0.0, (now_ms - at) / 1000)
+            found.append(TakenTicket(env=env, number=n, version=of_version, seconds=seconds))
+    return sorted(found, key=lambda ticket: ticket.number)

@@ -88,7 +88,8 @@ def estimate(
 
 
 def tasks_of(recorded: Recorded) -> Tasks:
-    """What a ticket of the run becomes: the recorded group of its number, else one of the env's that is drawn."""
+    """What a ticket of the run becomes: the recorded group of its number, else one of the env's that is drawn. One that
+    was out when the record ended has taken at least so long: it is drawn from those that took longer."""
     known: dict[str, dict[int, tuple[float, GroupInfo]]] = {}
     whole: dict[str, list[GroupInfo]] = {}
     for push in recorded.pushes:
@@ -102,16 +103,19 @@ def tasks_of(recorded: Recorded) -> Tasks:
             info = replace(push.info, rollouts=rollouts, needs=())
             known.setdefault(env, {})[int(number)] = last[push.info.group_id] or 0.0, info
     numbers = {env: sorted(its) for env, its in known.items()}
+    out = {(ticket.env, ticket.number): ticket.seconds for ticket in recorded.archive.tickets_out()}
 
     def task(env: str, number: int, version: int) -> tuple[float, GroupInfo]:
-        like = number
+        like, least = number, 0.0
         if number not in known[env]:
-            like = numbers[env][int(np.random.default_rng([3, number]).integers(len(numbers[env])))]
+            least = out.get((env, number), 0.0)
+            such = [n for n in numbers[env] if known[env][n][0] >= least] or numbers[env]
+            like = such[int(np.random.default_rng([3, number]).integers(len(such)))]
         seconds, info = known[env][like]
         rollouts = tuple(
             rollout.changed(min_version=version, max_version=version, rollout_id=f"{env}.{number}/{place}")
             for place, rollout in enumerate(info.rollouts)
         )
-        return seconds, replace(info, group_id=f"{env}.{number}", prompt_id=str(number), rollouts=rollouts)
+        return max(seconds, least), replace(info, group_id=f"{env}.{number}", prompt_id=str(number), rollouts=rollouts)
 
     return task

@@ -366,6 +366,7 @@ ROWS: dict[str, Row] = {
     "release_lease": Row(call=lambda store, run: _led(store).release_lease(), prepare=_pool),
     "set_config": Row(call=lambda store, run: store.set_config({"max_age": 2}, "d"), prepare=_pool),
     "set_error": Row(call=lambda store, run: store.set_error("a plain reason"), prepare=_pool),
+    "taken_tickets": Row(call=lambda store, run: store.taken_tickets(), prepare=_tickets),
     "read_pool": Row(call=lambda store, run: store.read_pool(), prepare=_pool),
     "take_look": Row(call=lambda store, run: store.take_look().entries, prepare=_pool),
     "paused": Row(call=lambda store, run: store.paused(), prepare=lambda run: run.store.pause("b")),

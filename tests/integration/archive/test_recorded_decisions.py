@@ -21,7 +21,7 @@ from rlbuffer.archive.decisions import recorded_pushes
 from rlbuffer.archive.groups import pushes_of, read_group_file, write_groups
 from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
 from rlbuffer.archive.rows import PENDING
-from rlbuffer.archive.schema import ADDED_COLUMNS, FORMAT_KEY, LACKS_OF_FORMAT_4, PENDING_FILE
+from rlbuffer.archive.schema import ADDED_COLUMNS, FORMAT_KEY, LACKS_OF_FORMAT_4, PENDING_FILE, TICKETS_FILE
 from rlbuffer.archive.writer import ArchiveWriter
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.recorded import recorded, settings_of
@@ -65,6 +65,7 @@ def test_an_archive_says_when_tickets_were_taken_and_what_its_leader_knew(
     step = reader.pull(1)
     reader.trained(step)
     writer.push(make_group(env="b", group_id="b.hand", size=3))
+    (left_out,) = writer.take("c", timeout_seconds=100)
     served.stop()
     archive = Archive(folder)
 
@@ -85,6 +86,9 @@ def test_an_archive_says_when_tickets_were_taken_and_what_its_leader_knew(
     assert (pending.group_id, pending.step, pending.dropped) == ("b.hand", None, None)
     assert [row["problem"] for rollout in pending.members for row in rollout.rows] == [PENDING] * 3
     assert [rollout.row["reward"] for rollout in pending.members] == [0.0, 1.0, 0.0]
+    (out,) = archive.tickets_out()
+    assert (out.env, out.number, out.version) == ("c", left_out.number, 0)
+    assert 0 <= out.seconds < 100
     assert archive.lacks == ()
     assert check_archive(archive).findings == ()
 
@@ -151,6 +155,7 @@ def as_format_4(folder: Path) -> None:
         table = table.drop_columns([name for name in ADDED_COLUMNS if name in table.column_names])
         pq.write_table(table.replace_schema_metadata({**table.schema.metadata, FORMAT_KEY: b"4"}), path)
     (folder / PENDING_FILE).unlink(missing_ok=True)
+    (folder / TICKETS_FILE).unlink(missing_ok=True)
 
 
 def test_an_archive_of_the_format_before_is_read_and_added_to_and_says_what_it_lacks(
@@ -164,7 +169,7 @@ def test_an_archive_of_the_format_before_is_read_and_added_to_and_says_what_it_l
     as_format_4(folder)
     archive = Archive(folder)
     assert archive.lacks == LACKS_OF_FORMAT_4
-    assert (archive.attempts, list(archive.pending())) == ((), [])
+    assert (archive.attempts, list(archive.pending()), archive.tickets_out()) == ((), [], [])
     assert main(["verify", "--archive", str(folder)]) == 0
     assert "do not say: the pool entry of each push (entry_id); " in capsys.readouterr().out
     assert [step.step for step in archive.steps] == [1, 2]

@@ -14,12 +14,14 @@ from store_runs import Run
 
 import rlbuffer
 from rlbuffer.archive.library import Archive
+from rlbuffer.archive.writer import ArchiveWriter
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ArchiveError, ConfigError
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.testing import make_group
 from rlbuffer.what_if import estimate, read, repeat
+from rlbuffer.what_if.estimate import tasks_of
 from rlbuffer.what_if.recorded import changed, completed
 from rlbuffer_cli.main import main
 
@@ -112,6 +114,19 @@ def test_an_estimate_has_a_range_and_follows_the_settings(tmp_path: Path) -> Non
     assert larger_step > 1.5 * usual_step
     again = estimate(recorded, recorded.config, {}, seeds=3)
     assert usual == again
+
+
+def test_a_task_that_was_under_way_when_the_record_ended_takes_longer_than_that(tmp_path: Path) -> None:
+    folder = record(tmp_path)
+    recorded = read(Archive(folder))
+    times = sorted(push.seconds for push in recorded.timed if push.info.env == "b" and push.seconds is not None)
+    writer = ArchiveWriter(folder, recorded.archive.run)
+    for seconds in (times[-2], times[-1] + 5.0):
+        writer.add_tickets([{"env": "b", "number": 9999, "version": 3, "seconds": seconds}])
+        taken, info = tasks_of(recorded)("b", 9999, 3)
+        assert taken >= seconds
+        assert taken in (*times, seconds)
+        assert (info.group_id, info.rollouts[0].min_version) == ("b.9999", 3)
 
 
 @pytest.mark.parametrize(

@@ -648,6 +648,9 @@ def test_a_group_is_pushed_once_all_its_rollouts_have_ended_with_what_was_said_o
     assert third.failure.kind == "empty"
     (view,) = stage.buffer.groups("env:agents")
     assert (view.prompt_id, view.planned_size) == ("tree", 3)
+    (entry,) = stage.buffer.store.read_pool()
+    assert entry.info is not None
+    assert entry.info.seconds is not None  # since its ticket
     assert stage.buffer.verify().ok
 
 

@@ -281,6 +281,11 @@ def test_the_leader_hears_with_which_version_each_ticket_that_lives_was_taken(ru
     take(run, 1)
     take(run, 1, "b")
     assert run.store.tickets_out() == {"a": {1: 3}, "b": {0: 3}}, "number 0 was taken before any version was announced"
+    version, at = run.client.hget(run.store.keys.taken("a"), "1").split()
+    run.client.hset(run.store.keys.taken("a"), "1", b"%s %d" % (version, int(at) - 90_000))
+    first, second = run.store.taken_tickets()
+    assert [(ticket.env, ticket.number, ticket.version) for ticket in (first, second)] == [("a", 1, 3), ("b", 0, 3)]
+    assert second.seconds + 90 <= first.seconds + 0.001
     run.store.release_tickets("a", [1])
     assert run.store.tickets_out()["a"] == {}
     run.store.announce(number, PolicyVersion(version=4))

@@ -510,6 +510,18 @@ def test_what_cannot_be_read_of_a_group_holds_up_no_other(run, damage, limit):
     assert pushed == {sound.group_id} | ({one.group_id for one in wounded} if is_there else set())
 
 
+def test_a_group_that_waits_says_how_long_ago_its_ticket_was_taken(run):
+    begun = begin(run)
+    key = run.store.keys.open_group(begun.group_id)
+    run.client.hincrby(key, "begun", -90_000)
+    seconds = end_all(run, begun).seconds
+    assert seconds is not None
+    assert seconds >= 90.0
+    run.client.hset(key, "begun", "long ago")
+    (waiting,) = run.store.waiting()
+    assert waiting.seconds is None
+
+
 def test_only_what_waits_is_pushed(run):
     begun = begin(run)
     waiting = end_all(run, begun)
