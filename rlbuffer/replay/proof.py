@@ -8,6 +8,7 @@ GPUs are in use.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlbuffer.archive.library import Archive, ArchivedRollout
 from rlbuffer.errors import ArchiveError, CheckpointError
 from rlbuffer.replay.scoring import Fit, not_kept, other_samplers, travelled, versions_in
 from rlbuffer.replay.training import attempt_of, checkpoints_of, trained_records
-from rlbuffer.state.verdicts import rounding
+from rlbuffer.state.verdicts import LEAST_TOKENS, rounding
 
 MOST_TOKENS = 4096
 """Trained tokens that are scored: the rms of so many is certain within some percent."""
@@ -68,30 +69,34 @@ class Proof:
 
 
 def weights_proof(archive: Archive, first: int, last: int) -> Proof:
-    """Scores the newest archived step from `first` to `last`.
+    """Scores the newest archived step from `first` to `last` that a kept version is said to have sampled.
 
     Raises:
-        ArchiveError: the archive lacks it, or does not say what its trainer trained with.
-        CheckpointError: no version that is said to have sampled it is kept, or it is too large.
+        ArchiveError: the archive lacks them, or does not say what its trainer trained with.
+        CheckpointError: no such version is kept, or it is too large.
     """
     steps = [step for step in archive.steps if first <= step.step <= last]
     if not steps:
         raise ArchiveError(f"the archive {archive.folder} has no step from {first} to {last} yet")
-    step = steps[-1]
-    _, attempt = attempt_of(archive, step.step)
+    _, attempt = attempt_of(archive, steps[-1].step)
     kept: Mapping[str, Any] = attempt["settings"]
     checkpoints = checkpoints_of(kept)
     places = {"output": checkpoints.parent, "checkpoints": checkpoints}
     there = versions_in(**places)
-    members = [
-        member for member in archive.rollouts(step.step) if member.row["min_version"] == member.row["max_version"]
-    ]
-    sampled = sorted({int(member.row["min_version"]) for member in members})
-    said = max((version for version in sampled if version in there or version == 0), default=None)
-    if said is None:
-        names = ", ".join(map(str, sampled))
-        raise not_kept(f"of the versions that sampled step {step.step} ({names}) none is", there, **places)
-    versions = _spread([version for version in sorted({0, *there}) if version <= said])
+    members, seen = list[ArchivedRollout](), set[int]()
+    for step in reversed(steps):
+        members = [m for m in archive.rollouts(step.step) if m.row["min_version"] == m.row["max_version"]]
+        tokens = Counter[int]()
+        for member in members:
+            tokens[int(member.row["min_version"])] += int(member.row["loss_tokens"])
+        seen |= tokens.keys()
+        sampled = {version for version, count in tokens.items() if count >= LEAST_TOKENS}
+        if said := sorted(version for version in sampled if version in there or version == 0):
+            break
+    else:
+        names = ", ".join(map(str, sorted(seen)))
+        raise not_kept(f"of the versions that sampled steps {first} to {last} ({names}) none is", there, **places)
+    versions = _spread([version for version in sorted({0, *there}) if version <= said[-1]])
     for version in versions:
         if (size := _size(there.get(version))) > MOST_BYTES:
             raise CheckpointError(
@@ -99,14 +104,14 @@ def weights_proof(archive: Archive, first: int, last: int) -> Proof:
             )
     on_cpu = {**kept, "trainer": {**kept["trainer"], "device": "cpu"}}
     batcher = json.loads(archive.settings(step.revision)["config"])
-    fits, _ = travelled(on_cpu, batcher, members=_some(members, said), versions=versions, **places)
+    fits, _ = travelled(on_cpu, batcher, members=_some(members, said[-1]), versions=versions, **places)
     if not fits:
         raise ArchiveError(
-            f"the archive {archive.folder} has no tokens of step {step.step} that version {said} sampled"
+            f"the archive {archive.folder} has no tokens of step {step.step} that version {said[-1]} sampled"
         )
     record = trained_records(archive).get(step.step)
     rounded = rounding(record.bfloat16_rms if record is not None else None)
-    return Proof(step=step.step, said=said, fits=tuple(fits), rounded=rounded)
+    return Proof(step=step.step, said=said[-1], fits=tuple(fits), rounded=rounded)
 
 
 def _spread(versions: Sequence[int]) -> list[int]:

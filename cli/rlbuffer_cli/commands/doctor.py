@@ -141,7 +141,7 @@ def _proof(archive: Archive, spell: Spell) -> Finding:
     try:
         from rlbuffer.replay.proof import weights_proof
 
-        proof = weights_proof(archive, spell.first, spell.last)
+        proof = weights_proof(archive, spell.first - 1, spell.last)  # two steps name it
     except ModuleNotFoundError as error:
         return _not_proved(
             f"scoring needs {error.name}, which is not installed here", f"Where the trainer is: {command}"
@@ -150,6 +150,7 @@ def _proof(archive: Archive, spell: Spell) -> Finding:
         return _not_proved(str(error), f"With what is missing: {command} --versions V,... --checkpoints DIR")
     if proof.has_arrived:
         return replace(ok(str(proof)), check="weights")
+    command = f"rlbuffer replay {archive.folder} --score {proof.step}"
     fix = f"Look closer: {command} --versions {','.join(str(fit.version) for fit in proof.fits)}"
     if proof.other is None:
         return _not_proved(str(proof), fix)

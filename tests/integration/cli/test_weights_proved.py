@@ -124,6 +124,15 @@ def test_without_the_version_that_sampled_nothing_is_proved_and_what_lacks_is_na
     kept, away = homes["stuck"] / "runs" / "recorded", homes["stuck"] / "away"
     shutil.copytree(kept, away)
     try:
+        for version in "45":
+            (weights,) = kept.glob(f"weights/v0000000{version}-*")
+            shutil.move(weights, away)
+        shutil.move(kept / "checkpoints" / "step-00000004", away)
+        level, text = doctor(homes["stuck"], capsys)["weights"]
+        assert level == "failure"  # of an older step the version that is named is kept
+        assert "256 tokens of step 4 that version 3 is said to have sampled are those of version 1" in text
+        for path in [*away.glob("v0*"), away / "step-00000004"]:
+            shutil.move(path, kept / ("weights" if path.name[0] == "v" else "checkpoints"))
         for path in [*kept.glob("weights/v0000000[123]-*"), *kept.glob("checkpoints/*2")]:
             shutil.rmtree(path)
         level, text = doctor(homes["stuck"], capsys)["weights"]
@@ -136,7 +145,8 @@ def test_without_the_version_that_sampled_nothing_is_proved_and_what_lacks_is_na
             shutil.rmtree(path)
         level, text = doctor(homes["stuck"], capsys)["weights"]
         assert level == "warning"
-        assert text.startswith(f"not proved: of the versions that sampled step {STEPS} (4, 5) none is kept in ")
+        sampled = f"of the versions that sampled steps 3 to {STEPS} (1, 2, 3, 4, 5) none is kept in "
+        assert text.startswith(f"not proved: {sampled}")
         assert f"rlbuffer replay {homes['stuck'] / 'archive'} --score {STEPS} --versions" in text
     finally:
         shutil.rmtree(kept)
