@@ -139,11 +139,12 @@ class Pushes:
             false_payload(dice, data, data[::-1], dice.randrange(4)) if dice.random() < 0.5 else data
             for data in push.payloads
         ]
-        for info, data in zip(push.info.rollouts, payloads, strict=True):  # frozen for others
-            object.__setattr__(info, "size", len(data))
-            object.__setattr__(info, "checksum", payload.payload_checksum(data))
+        sealed = tuple(
+            info.changed(size=len(data), checksum=payload.payload_checksum(data))
+            for info, data in zip(push.info.rollouts, payloads, strict=True)
+        )
         suffix = self._suffix(seen)
-        args = self._args(seen, push, suffix, payload.encode_info(push.info))
+        args = self._args(seen, push, suffix, payload.encode_info(replace(push.info, rollouts=sealed)))
         return self._sent(suffix, args, payloads, group_payload=push.group_payload)
 
     def _group(self, seen: Seen) -> Group:
