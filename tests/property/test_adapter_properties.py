@@ -187,7 +187,7 @@ def follow(config: BatcherConfig, arrivals: list[Any], restarts: set[int]) -> li
                 assert info is not None
                 if use.is_kept:
                     kept[use.entry_id] = info, uses + 1
-                closed.append(use.group_id)
+                closed.append(use.info.group_id)
             for rows_of_step in plan.plan.rows:
                 for rank in rows_of_step:
                     assert all(len({plan.rollouts[i].adapter for i in row}) <= 1 for row in rank)
