@@ -182,7 +182,7 @@ class Pushes:
         group_id, info = push.info.group_id, push.info
         waiting = self.keys.unnamed_payload(group_id, suffix)
         args: list[Any] = [seen.epoch, 1, waiting, info.env, group_id, suffix, len(info.rollouts), info.tokens]
-        return [*args, metadata, "", self.keys.payload_prefix]
+        return [*args, metadata, "", self.keys.payload_prefix, "0"]
 
     def _sent(
         self,

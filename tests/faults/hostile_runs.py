@@ -82,6 +82,11 @@ def run_hostile(
         outcome.findings += [f"a worker's login may: {command}" for command in attacker.allowed]
         outcome.findings += stage.ended()
         outcome.facts["taken by the server"] = dict(sorted(attacker.taken.items()))
+        outcome.findings += [
+            f"the server took no {kind}, so none was tried"
+            for kind in ("push by script", "sealed push")
+            if not attacker.taken[kind]
+        ]
         outcome.facts["set right at the end"] = stage.set_right()
         wanted = home_step(home) + STEPS_AFTER
         if not stage.await_step(wanted, PATIENCE_SECONDS):
