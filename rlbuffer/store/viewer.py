@@ -459,20 +459,23 @@ class Viewer(Session):
     def dropped_payloads(self, group_ids: Sequence[str]) -> dict[str, list[str]]:
         """Group id -> payload keys of its pushes that left the pool and were not swept yet."""
         groups = frozenset(group_ids)
-        keys: dict[str, list[str]] = {}
+        found: dict[str, float] = {}
         prefix = self.keys.payload_prefix
-        at = 0
-        while members := self._garbage(at) if groups else []:
-            for key in members:
-                group_id = key.removeprefix(prefix).rpartition(":")[0]
-                if group_id in groups and key.startswith(prefix):
-                    keys.setdefault(group_id, []).append(key)
-            at += len(members)
-        return keys
 
-    def _garbage(self, start: int) -> list[str]:
-        last = start + GARBAGE_PAGE - 1
-        return [text(key) for key in self.look(lambda client: client.zrange(self.keys.garbage, start, last))]
+        def scan(client: Any) -> None:
+            # By a cursor, not by places: what comes or goes meanwhile moves those of all others, and a key would be
+            # there twice, or not at all.
+            for name, step in client.zscan_iter(self.keys.garbage, count=GARBAGE_PAGE):
+                key = text(name)
+                if key.startswith(prefix) and key.removeprefix(prefix).rpartition(":")[0] in groups:
+                    found[key] = step
+
+        if groups:
+            self.look(scan)
+        keys: dict[str, list[str]] = {}
+        for key in sorted(found, key=lambda key: (found[key], key)):
+            keys.setdefault(key.removeprefix(prefix).rpartition(":")[0], []).append(key)
+        return keys
 
     def read_push_payload(self, payload_key: str) -> Mapping[str, bytes]:
         """Every field of a push's payload: rollout i is ``str(i)``, answer and metadata ``group``. Empty when gone."""

@@ -288,6 +288,26 @@ def test_dropped_payloads_stay_until_the_steps_beside_them_retire(run):
     assert run.client.zcard(run.store.keys.garbage) == 0
 
 
+def test_payloads_of_drops_are_found_once_while_others_come(run, monkeypatch):
+    run.lead()
+    for number in (5, 6):
+        run.push(f"a.{number}")
+    keys = {entry.group_id: [entry.payload_key] for entry in run.pool()}
+    run.drop("stale", run.pool()[:1])
+    run.drop("stale", run.pool())
+    execute, others = run.client.execute_command, iter(range(5))
+
+    def meanwhile(*command, **options):
+        reply = execute(*command, **options)
+        for number in others if command[0] in ("ZRANGE", "ZSCAN") else ():
+            execute("ZADD", run.store.keys.garbage, 0, f"{run.store.keys.payload_prefix}a.{number}:x.1")
+            break
+        return reply
+
+    monkeypatch.setattr(run.client, "execute_command", meanwhile)
+    assert run.store.dropped_payloads([*keys]) == keys
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_retired_step_is_said_to_be_retired(run, steps):
     # With one step the stream is empty afterwards, with two the read gives the next step: both must be noticed.
