@@ -22,6 +22,8 @@ from rlbuffer.store.viewer import FETCH_BYTES, GROUP_FIELD, Viewer, chunks
 
 HISTORY_PAGE = 1000
 """Records of the history per file."""
+_Drop = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""The row of a drop in the history, and its whole record."""
 _UNKNOWN = RolloutInfo(
     rollout_id="", length=0, prompt_tokens=0, loss_tokens=0, reward=None, min_version=0, max_version=0
 )
@@ -82,13 +84,12 @@ def copy_history(store: Viewer, writer: ArchiveWriter) -> int:
         page = store.read_history(writer.history_place, count=HISTORY_PAGE)
         if not page.records:
             return added
-        drops = {
-            # Of several drops of a group, its rollouts stand once; those of what was unused stand with its step.
-            str(row["group_id"]): (row, record)
-            for entry_id, record in page.records
-            for row in history_rows(entry_id, record)
-            if row["kind"] == Dropped.event and row.get("group_id") and row["reason"] != Reason.UNUSED
-        }
+        drops: dict[str, list[_Drop]] = {}
+        for entry_id, record in page.records:
+            for row in history_rows(entry_id, record):
+                # The rollouts of what was unused stand with their step.
+                if row["kind"] == Dropped.event and row.get("group_id") and row["reason"] != Reason.UNUSED:
+                    drops.setdefault(str(row["group_id"]), []).append((row, record))
         writer.add_history(page.records, _of_drops(store, drops), is_cut=page.is_cut)
         added += len(page.records)
 
@@ -147,19 +148,32 @@ def _pending(entry: PoolEntry, info: GroupInfo) -> list[Source]:
     ]
 
 
-def _of_drops(
-    store: Viewer, drops: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]]
-) -> Iterator[list[Source]]:
-    """The rollouts of dropped groups that are still there, a push at a time; those that a step trains are its own.
+def _of_drops(store: Viewer, drops: Mapping[str, Sequence[_Drop]]) -> Iterator[list[Source]]:
+    """The rollouts of dropped groups that are still there, a push at a time, those of one drop together; those that a
+    step trains are its own.
 
-    `drops`: group id -> row, and record, of its drop.
+    `drops`: group id -> its drops, of which each may be of a part.
     """
     keys = store.dropped_payloads(list(drops)) if drops else {}
     used = _consumed(store, keys)
     for group_id, payload_keys in keys.items():
-        for payload_key in payload_keys:
-            if payload_key not in used:
-                yield _of_push(*drops[group_id], payload_key, store.read_push_payload(payload_key))
+        places = {key: _place_of(key, drops[group_id]) for key in payload_keys if key not in used}
+        for place, (drop, record) in enumerate(drops[group_id]):
+            for key in (key for key, its_place in places.items() if its_place == place):
+                yield _of_push(drop, record, key, store.read_push_payload(key))
+
+
+def _place_of(payload_key: str, drops: Sequence[_Drop]) -> int | None:
+    """Which of a group's drops this push went with: the one that names it, else the last of those that name none. None
+    where all name others: another page has its drop, or a scored push took its place."""
+    suffix, place = payload_key.rpartition(":")[2], None
+    for number, (_, record) in enumerate(drops):
+        pushes = _pushes(record)
+        if suffix in pushes:
+            return number
+        if not pushes:
+            place = number
+    return place
 
 
 def _consumed(store: Viewer, groups: Mapping[str, Any]) -> set[str]:
@@ -174,14 +188,19 @@ def _consumed(store: Viewer, groups: Mapping[str, Any]) -> set[str]:
     return used
 
 
+def _pushes(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Suffix of the payload key -> what a drop's record says of the push; anybody may have written it."""
+    pushes = record.get("pushes")
+    return pushes if isinstance(pushes, dict) else {}
+
+
 def _of_push(
     drop: Mapping[str, Any], record: Mapping[str, Any], payload_key: str, fields: Mapping[str, bytes]
 ) -> list[Source]:
-    pushes = record.get("pushes")
-    pushed = pushes.get(payload_key.rpartition(":")[2]) if isinstance(pushes, dict) else None
-    if not (isinstance(pushed, list) and len(pushed) == 4):  # anybody may have written it
+    pushed = _pushes(record).get(payload_key.rpartition(":")[2])
+    if not (isinstance(pushed, list) and len(pushed) in (4, 5)):
         pushed = [record.get(name) for name in ("worker", "pushed_ms", "entry_id", "seconds")]
-    worker, pushed_ms, entry_id, seconds = pushed
+    worker, pushed_ms, entry_id, seconds, needs = [*pushed, None][:5]
     names = sorted((name for name in fields if name.isdigit()), key=int)
     sources = []
     for name in names:
@@ -201,7 +220,9 @@ def _of_push(
             seconds=float(seconds) if isinstance(seconds, int | float) else None,
         )
         group = fields.get(GROUP_FIELD) if name == names[0] else None
-        sources.append(Source(ref=ref, data=fields[name], group=group, history_id=str(drop["history_id"])))
+        missing = [str(need) for need in needs] if isinstance(needs, list) else []
+        history_id = str(drop["history_id"])
+        sources.append(Source(ref=ref, data=fields[name], group=group, history_id=history_id, needs=missing))
     return sources
 
 

@@ -4,7 +4,7 @@ step that is decided again."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ class RecordedPush:
     """In the pool: ids order pushes, also those of one millisecond."""
     payload_key: str
     pushed: float
-    """Server time, Unix seconds."""
+    """Server time, Unix seconds; of a group that a scorer has pushed again the time of the first push."""
     seconds: float | None
     """From its ticket to the push; None without a ticket."""
     info: GroupInfo
@@ -37,6 +37,11 @@ class RecordedPush:
         """Place in the pool."""
         return entry_order(self.entry_id)
 
+    @property
+    def came(self) -> float:
+        """When it came into the pool, Unix seconds of the server."""
+        return self.order[0] / 1000
+
 
 def entry_order(entry_id: str) -> tuple[int, int]:
     """An entry's place in the pool, as a sort key."""
@@ -45,9 +50,10 @@ def entry_order(entry_id: str) -> tuple[int, int]:
 
 
 def recorded_pushes(archive: Archive) -> list[RecordedPush]:
-    """Every push that was trained, dropped, or pending when the last leader left, in the order of the pool."""
+    """Every push that was trained (also in steps that were taken back), dropped, or pending when the last leader left,
+    in the order of the pool."""
     found: dict[str, RecordedPush] = {}
-    for group in (*archive.all_groups(), *archive.pending()):
+    for group in (*archive.all_groups(archive.all_steps), *archive.pending()):
         by_key: dict[str, list[ArchivedRollout]] = {}
         for member in group.members:
             by_key.setdefault(member.row["payload_key"], []).append(member)
@@ -67,7 +73,7 @@ def recorded_pushes(archive: Archive) -> list[RecordedPush]:
 
 def _info_of(members: Sequence[ArchivedRollout]) -> GroupInfo:
     """The push as its metadata had it: by its payloads, else by the columns of numbers."""
-    # The rows of a drop may stand there twice.
+    # In archives of before 2026-11-30 the rows of a drop may stand there twice.
     members = [*{int(member.row["index"]): member for member in members}.values()]
     members.sort(key=lambda member: int(member.row["index"]))
     row = members[0].row
@@ -143,15 +149,22 @@ def _entry(push: RecordedPush) -> PoolEntry:
         group_id=push.info.group_id,
         rollouts=len(push.info.rollouts),
         tokens=push.info.tokens,
+        first_ms=round(1000 * push.pushed),
     )
 
 
-def commits_that_count(archive: Archive) -> Iterator[tuple[ArchivedStep, Mapping[str, Any]]]:
-    """Each step that counts, with the record of its commit; a step without one is left out."""
-    by_place: dict[tuple[int, int], Mapping[str, Any]] = {}
+def recorded_commits(archive: Archive) -> list[tuple[ArchivedStep | None, Mapping[str, Any]]]:
+    """Every commit in the order in which they were made, also of steps that were taken back: the step, None where no
+    file has it, and the record of its commit."""
+    left: dict[int, list[ArchivedStep]] = {}
+    for step in {step.digest: step for step in archive.all_steps}.values():
+        left.setdefault(step.step, []).append(step)
+    out: list[tuple[ArchivedStep | None, Mapping[str, Any]]] = []
     for at_ms, record in archive.commits():
-        by_place[record["step"], at_ms] = record
-    for step in archive.steps:
-        near = [record for (number, at), record in by_place.items() if number == step.step and at >= step.committed_ms]
-        if near:
-            yield step, near[0]
+        of_number = left.get(record["step"], [])
+        # The newest one that was there by then: a step of the same number was taken back before the next was made.
+        there = max((s for s in of_number if s.committed_ms <= at_ms), key=lambda s: s.committed_ms, default=None)
+        if there is not None:
+            of_number.remove(there)
+        out.append((there, record))
+    return out

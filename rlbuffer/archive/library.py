@@ -35,7 +35,7 @@ from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.state.text import several_ids
-from rlbuffer.store.history import Committed, Dropped, RunRewound, StepsVoided, TrainerStarted
+from rlbuffer.store.history import Committed, Dropped, Recovered, RunRewound, StepsVoided, TrainerStarted
 from rlbuffer.store.keys import Keys
 from rlbuffer.store.part_rollouts import StepPart
 from rlbuffer.store.records import PartRollout, TakenTicket
@@ -247,10 +247,10 @@ class Archive:
         archived = self._archived(step)
         return _groups_in(self._rows_of(archived), archived)
 
-    def all_groups(self) -> Iterator[ArchivedGroup]:
-        """Every group of the steps that count, by step, then every drop. Each file is read once."""
-        for file, steps in groupby(self.steps, key=lambda step: step.file):
-            by_number = {step.step: step for step in steps}
+    def all_groups(self, steps: Sequence[ArchivedStep] | None = None) -> Iterator[ArchivedGroup]:
+        """Every group of the steps that count, or of these, by step, then every drop. Each file is read once."""
+        for file, of_file in groupby(self.steps if steps is None else steps, key=lambda step: step.file):
+            by_number = {step.step: step for step in of_file}
             for number, rows in groupby(self.rows(_beside(file)), key=lambda row: int(row["step"])):
                 if (step := by_number.get(number)) is not None:
                     yield from _groups_in(self._marked(rows, step), step)
@@ -332,13 +332,12 @@ class Archive:
         return tuple(records[step.digest] for step in self.steps if step.digest in records)
 
     def trained_at(self) -> list[tuple[float, Mapping[str, Any]]]:
-        """When each step that counts was said to be trained, Unix seconds of the server, and its record."""
-        counts = {step.digest for step in self.steps}
+        """When each step was said to be trained, Unix seconds of the server, and its record; the oldest first. Also
+        steps that were taken back."""
         return [
             (row["at_ms"] / 1000, json.loads(row["record"]))
             for _, _, name in history_names(self.folder, "trained")
             for row in self.table(name)
-            if row["digest"] in counts
         ]
 
     @cached_property
@@ -350,6 +349,12 @@ class Archive:
             for _, _, name in history_names(self.folder)
             for row in self.table(name, chosen=field("kind") == TrainerStarted.event)
         )
+
+    @cached_property
+    def has_lost_steps(self) -> bool:
+        """The server lost steps that were trained, and the run went on behind them."""
+        names = [name for _, _, name in history_names(self.folder)]
+        return any(self.table(name, chosen=field("kind") == Recovered.event) for name in names)
 
     def commits(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Server time in milliseconds, and record, of every commit in the history, the oldest first: also of steps that

@@ -138,6 +138,8 @@ class Leadership:
         """The step that was decided last and not made, when (monotonic), and why."""
         self._is_burst = False
         """The last turn took in groups, and made no step."""
+        self._began = pending.now
+        """When everything was read, on the batcher's clock."""
         self.ended: int | None = None
         """The step after which the run has ended, once it has."""
 
@@ -155,6 +157,7 @@ class Leadership:
             self._pending.restore()
             while self._pending.take_in().entries:
                 self._stay()
+        self._began = self._pending.now
         extra = fields(
             "ready" if self._term.is_new else "read again",
             run=self._store.run,
@@ -226,7 +229,10 @@ class Leadership:
         # While no tickets are given, silence is what was asked for.
         self._envs.report_silent({} if self._wishes.is_draining else decision.dead, step)
         if decision.plan is not None:
-            decided = Decided(read=self._pending.read, decided=now, since=self._pending.since, published=published)
+            pending = self._pending
+            decided = Decided(
+                read=pending.read, decided=now, since=pending.since, began=self._began, published=published
+            )
             self._commit(decision, decision.plan, trainer, started, decided)
             return
         self._is_idle = True

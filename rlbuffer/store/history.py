@@ -49,6 +49,8 @@ class Committed(HistoryRecord):
     """When it decided, Unix seconds: the server's clock at the leader's takeover, and what has passed since."""
     since: float | None = None
     """The leader's takeover, by the same clock: no time before it counts against an env."""
+    began: float | None = None
+    """When the leader had read everything, by the same clock: at its takeover, or later where settings had changed."""
     published: Mapping[str, int] | None = None
     """Adapter ("" is all weights) -> the policy version that was announced then; -1: none."""
 
@@ -81,8 +83,8 @@ class Dropped(HistoryRecord):
     seconds: float | None = None
     """From its ticket to that push."""
     pushes: Mapping[str, Sequence[Any]] | None = None
-    """Suffix of the payload key -> worker, server time, pool entry and seconds since the ticket of each push, where it
-    came in several."""
+    """Suffix of the payload key -> worker, server time, pool entry, seconds since the ticket, and what scorers had
+    still to add, of each push. Archives of before 2026-11-30 lack the last, and have it only of groups of several."""
     step: int | None = None
     """Of what was unused: the step in which it lies."""
     digest: str | None = None

@@ -182,6 +182,7 @@ def _drop_record(drop: Drop, entries: Sequence[PoolEntry]) -> bytes:
             e.pushed_ms,
             e.entry_id,
             e.info.seconds if e.info else None,
+            list(e.info.needs) if e.info else [],
         ]
         for e in entries
     }
@@ -201,6 +202,6 @@ def _drop_record(drop: Drop, entries: Sequence[PoolEntry]) -> bytes:
         planned_size=info.planned_size if info is not None else None,
         entry_id=first.entry_id,
         seconds=info.seconds if info is not None else None,
-        pushes=pushes if 1 < len(entries) <= NAMED_PUSHES else None,
+        pushes=pushes if len(entries) <= NAMED_PUSHES else None,
     )
     return payload.dumps(record.as_object())

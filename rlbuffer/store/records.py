@@ -235,6 +235,8 @@ class Decided(NamedTuple):
     """When, Unix seconds: the server's clock at its takeover, and what has passed since."""
     since: float
     """Its takeover, by the same clock."""
+    began: float
+    """When it had read everything, by the same clock: its memory is as old, and begins anew where settings change."""
     published: Mapping[str, int]
     """Adapter ("" is all weights) -> the policy version that was announced; -1: none."""
 

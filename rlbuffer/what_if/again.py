@@ -1,19 +1,23 @@
 """Every recorded decision, made once more: the same batcher that is told the same decides the same, to the last byte.
 
 Told is what the leader had read and known at each commit, from the archive's fields alone. Between two commits it is
-asked as a leader asks: when a push was read, and where rules go by the clock as often as a leader looks. A takeover,
-and settings that were changed, make another batcher of the saved state.
+asked where the leader has dropped something, and where rules go by the clock as often as a leader looks. A takeover,
+settings that were changed, and steps that were taken back make another batcher of the saved state.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlbuffer.archive.decisions import RecordedPush, digest_again
+from rlbuffer.batcher.adapters import at_step
 from rlbuffer.batcher.batcher import Batcher
 from rlbuffer.batcher.turn import take_turn
+from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.records.states import Reason, Trait
 from rlbuffer.records.step_plan import Decision, Drop
 from rlbuffer.what_if.recorded import Commit, Recorded, config_of
@@ -22,6 +26,8 @@ LOOK_SECONDS = 0.02
 """A leader looks as often where nothing comes."""
 BY_OTHERS = frozenset(reason for reason in Reason if Trait.OF_OTHERS in reason.traits)
 """Reasons of drops that are not the batcher's to decide."""
+BY_OPERATORS = frozenset(reason for reason in BY_OTHERS if Trait.CLOSES in reason.traits)
+"""Those of whole groups, which the next leadership does not find."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,9 +41,9 @@ class Repeated:
     differs: str = ""
     """The first step that did not, and how."""
     drops: int = 0
-    """Groups that the decisions dropped."""
+    """Drops, of groups or parts of them, that the run or these decisions made until the last of these steps."""
     equal_drops: int = 0
-    """Those that the run dropped for the same reason, in the same words."""
+    """Those that both made, for the same reason, in the same words."""
 
     @property
     def is_exact(self) -> bool:
@@ -48,17 +54,29 @@ class Repeated:
 @dataclass(slots=True, kw_only=True)
 class _Leadership:
     batcher: Batcher
-    since: float
-    revision: int
+    first: Commit
+    """Its first one: a leadership begins with a takeover, with other settings, or behind steps that were taken back."""
+    by_clock: bool
+    """A decision may be another one though nothing came."""
+    timeout: float
+    """Seconds after which a group takes no more parts."""
     pending: dict[str, RecordedPush] = field(default_factory=dict)
+    since: dict[str, float] = field(default_factory=dict)
+    """Group -> when its first part came."""
     closed: set[str] = field(default_factory=set)
     used: dict[str, int] = field(default_factory=dict)
     """Entry of a group that was trained and may be again -> how often it was: a drop of one only releases it."""
     state: Mapping[str, Any] | None = None
 
+    def is_over(self, push: RecordedPush) -> bool:
+        """The group of this part took none any more when it came, which shows at a look alone."""
+        since = self.since.get(push.info.group_id)
+        return since is not None and since + self.timeout <= push.came
+
     def add(self, push: RecordedPush) -> None:
         self.pending[push.entry_id] = push
-        now = max(push.pushed, self.since)
+        now = max(push.pushed, self.first.since)
+        self.since.setdefault(push.info.group_id, now)
         self.batcher.add(push.info, entry_id=push.entry_id, now=now, pushed=push.pushed)
 
     def drop(self, drops: tuple[Drop, ...]) -> None:
@@ -66,7 +84,14 @@ class _Leadership:
         for drop in drops:
             for entry_id in drop.entry_ids:
                 self.pending.pop(entry_id, None)
-            self.closed.add(drop.group_id)
+            if Trait.CLOSES in drop.reason.traits:
+                self.closed.add(drop.group_id)
+
+    def lose(self, groups: set[str]) -> None:
+        """Operators dropped these groups: the next leadership does not find them."""
+        if groups:
+            self.closed |= groups
+            self.pending = {key: push for key, push in self.pending.items() if push.info.group_id not in groups}
 
     def commit(self, decision: Decision) -> None:
         assert decision.plan is not None
@@ -83,55 +108,111 @@ class _Leadership:
 def repeat(recorded: Recorded) -> Repeated:
     """Makes the decisions of a run again."""
     out, by_entry = Repeated(steps=len(recorded.commits)), {push.entry_id: push for push in recorded.pushes}
-    others = {group for group, (reason, _) in recorded.drops.items() if reason in BY_OTHERS}
-    pushes = [push for push in recorded.pushes if push.info.group_id not in others]
-    trained_at = {record["step"]: at for at, record in recorded.trained}
-    leadership, given, drops = None, 0, dict[str, Drop]()
+    committed = {group for commit in recorded.commits for group in commit.header.group_ids}
+    # What could not be trained was found when the step was made, and then another one was decided.
+    broken = {drop.group_id for drop in recorded.drops if drop.reason == Reason.INVALID} - committed
+    pushes = deque(push for push in recorded.pushes if push.info.group_id not in broken)
+    decided = deque(drop for drop in recorded.drops if drop.reason != Reason.INVALID)
+    before: Commit | None = None
+    leadership, drops, free_since = None, dict[tuple[str, ...], Drop](), 0.0
     for commit in recorded.commits:
+        free_at = recorded.free_at(commit)
+        while decided and decided[0].at_ms < 1000 * commit.decided:
+            dropped = [decided.popleft()]
+            while decided and decided[0].at_ms == dropped[0].at_ms:  # of one turn
+                dropped.append(decided.popleft())
+            at = dropped[0].at_ms / 1000
+            if leadership is None or at >= commit.began:
+                leadership = _led(leadership, commit, recorded)
+            if gone := {drop.group_id for drop in dropped if drop.reason in BY_OPERATORS}:
+                _read(leadership, commit, pushes, min((dropped[0].at_ms, 0), commit.read), drops)
+                leadership.lose(gone)
+            dropped = [drop for drop in dropped if drop.reason not in BY_OPERATORS]
+            if not dropped:
+                continue
+            looked = max(free_at, leadership.first.began, free_since)
+            _clock(leadership, commit, pushes, looked=looked, until=at, drops=drops)
+            then = commit if before is None else recorded.then(before, commit, dropped)
+            _read(leadership, then, pushes, max(map(recorded.newest_of, dropped)), drops)
+            _decide(leadership, then, at, drops, is_held=at < free_at)
+            free_since = at
         leadership = _led(leadership, commit, recorded)
-        step, lookahead = commit.step.step, recorded.config.lookahead
-        begins = trained_at.get(step - 1 - lookahead, leadership.since)
-        config = config_of(recorded.archive, commit.step.revision)
-        by_clock = config.spillover != "block" or config.fill_timeout_seconds is not None or config.slow == "wait"
-        looked = begins
-        while given < len(pushes) and pushes[given].order <= commit.read:
-            push = pushes[given]
-            while by_clock and looked + LOOK_SECONDS < push.pushed:
-                looked += LOOK_SECONDS
-                _decide(leadership, commit, looked, drops)
-            leadership.add(push)
-            given += 1
-            if begins <= push.pushed < commit.decided:
-                _decide(leadership, commit, push.pushed, drops)
-        while by_clock and looked + LOOK_SECONDS < commit.decided:
-            looked += LOOK_SECONDS
-            _decide(leadership, commit, looked, drops)
+        looked = max(free_at, leadership.first.began, free_since)
+        _clock(leadership, commit, pushes, looked=looked, until=commit.decided, drops=drops)
+        _read(leadership, commit, pushes, commit.read, drops)
         decision = _decide(leadership, commit, commit.decided, drops)
+        assert decision is not None
         if decision.plan is None or decision.plan.group_ids != commit.header.group_ids:
             was = "no step" if decision.plan is None else f"{len(decision.plan.group_ids)} groups, others than those"
-            out.differs = f"step {step}: {was} where the run has {len(commit.header.group_ids)}"
+            out.differs = f"step {commit.step.step}: {was} where the run has {len(commit.header.group_ids)}"
             break
         digest = digest_again(recorded.archive, commit.step, commit.header, decision, by_entry)
         if digest != commit.step.digest:
-            out.differs = f"step {step}: the same groups, laid out otherwise"
+            out.differs = f"step {commit.step.step}: the same groups, laid out otherwise"
             break
-        out.equal += 1
+        out.equal, before = out.equal + 1, commit
         leadership.commit(decision)
-    out.drops = len(drops)
-    out.equal_drops = sum(recorded.drops.get(group) == (str(drop.reason), drop.detail) for group, drop in drops.items())
+        free_since = commit.step.committed_ms / 1000
+        while decided and decided[0].at_ms <= commit.step.committed_ms:  # of the same turn
+            drop = decided.popleft()
+            leadership.lose({drop.group_id} if drop.reason in BY_OPERATORS else set())
+    made = Counter((drop.group_id, str(drop.reason), drop.detail) for drop in drops.values())
+    was_made = Counter(
+        (drop.group_id, drop.reason, drop.detail)
+        for drop in recorded.drops
+        if drop.reason not in BY_OTHERS and drop.at_ms <= 1000 * free_since
+    )
+    out.drops, out.equal_drops = (made | was_made).total(), (made & was_made).total()
     return out
+
+
+def _read(
+    leadership: _Leadership,
+    commit: Commit,
+    pushes: deque[RecordedPush],
+    last: tuple[int, int],
+    drops: dict[tuple[str, ...], Drop],
+) -> None:
+    """Takes in the pushes up to this place in the pool."""
+    while pushes and pushes[0].order <= last:
+        if leadership.is_over(pushes[0]):
+            _decide(leadership, commit, pushes[0].came, drops)
+        leadership.add(pushes.popleft())
+
+
+def _clock(
+    leadership: _Leadership,
+    commit: Commit,
+    pushes: deque[RecordedPush],
+    *,
+    looked: float,
+    until: float,
+    drops: dict[tuple[str, ...], Drop],
+) -> None:
+    """The looks of a leader whose rules go by the clock: when something came, and while nothing comes."""
+    while leadership.by_clock and looked < until:
+        came = pushes[0].came if pushes and pushes[0].order <= commit.read else until
+        looked = min(max(came, looked), looked + LOOK_SECONDS)
+        _read(leadership, commit, pushes, min((round(1000 * looked), sys.maxsize), commit.read), drops)
+        if looked < until:
+            _decide(leadership, commit, looked, drops)
 
 
 def _led(before: _Leadership | None, commit: Commit, recorded: Recorded) -> _Leadership:
     """The leadership that made a commit: the one before, or another that reads the pool again."""
-    revision = commit.step.revision
-    if before is not None and (before.since, before.revision) == (commit.since, revision):
+    if before is not None and before.first.is_of_one_leader(commit):
         return before
-    config = config_of(recorded.archive, revision)
-    batcher = Batcher(config, None if before is None else before.state, needs_advantage=recorded.needs_advantage)
-    made = _Leadership(batcher=batcher, since=commit.since, revision=revision)
+    state = None
     if before is not None:
-        made.closed, made.used, made.state = before.closed, before.used, before.state
+        last = recorded.before(commit)
+        progress = None if last is None else last.header.adapters
+        state = at_step(before.state, step=commit.step.step - 1, progress=progress)
+    config = config_of(recorded.archive, commit.step.revision)
+    batcher = Batcher(config, state, needs_advantage=recorded.needs_advantage)
+    timeout = config.group_timeout_seconds
+    made = _Leadership(batcher=batcher, first=commit, timeout=timeout, by_clock=_goes_by_clock(config))
+    if before is not None:
+        made.closed, made.used, made.state = before.closed, before.used, state
         batcher.close(sorted(before.closed))
         again: dict[str, list[RecordedPush]] = {}
         for push in before.pending.values():
@@ -148,17 +229,29 @@ def _led(before: _Leadership | None, commit: Commit, recorded: Recorded) -> _Lea
     return made
 
 
-def _decide(leadership: _Leadership, commit: Commit, now: float, drops: dict[str, Drop]) -> Decision:
+def _goes_by_clock(config: BatcherConfig) -> bool:
+    limits = [config.max_age_seconds, *(config.for_env(env).max_age_seconds for env in config.envs)]
+    return (
+        config.spillover != "block"
+        or config.on_dead_env == "borrow"
+        or config.fill_timeout_seconds is not None
+        or config.slow == "wait"
+        or any(limit is not None for limit in limits)
+    )
+
+
+def _decide(
+    leadership: _Leadership, commit: Commit, now: float, drops: dict[tuple[str, ...], Drop], *, is_held: bool = False
+) -> Decision | None:
     turn = take_turn(
         leadership.batcher,
         step=commit.step.step,
         published=commit.published,
         under_way={},
-        is_held=False,
+        is_held=is_held,
         world_size=commit.header.world_size,
         now=now,
     )
-    drops.update({drop.group_id: drop for drop in turn.drops if not leadership.used.keys() >= {*drop.entry_ids}})
+    drops.update({drop.entry_ids: drop for drop in turn.drops if not leadership.used.keys() >= {*drop.entry_ids}})
     leadership.drop(turn.drops)
-    assert turn.decision is not None
     return turn.decision

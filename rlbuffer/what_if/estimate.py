@@ -78,7 +78,7 @@ def estimate(
             train_seconds=recorded.train_seconds,
             turn_seconds=TURN_SECONDS,
             world_size=recorded.commits[-1].header.world_size,
-            steps=steps or len(recorded.commits),
+            steps=steps or len(recorded.archive.steps),
             seed=seed,
             needs_advantage=recorded.needs_advantage,
         ).run()

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
 from rlbuffer.archive import Archive, ArchivedStep
-from rlbuffer.archive.decisions import RecordedPush, commits_that_count, recorded_pushes
+from rlbuffer.archive.decisions import RecordedPush, entry_order, recorded_commits, recorded_pushes
+from rlbuffer.archive.library import DroppedGroup
+from rlbuffer.batcher.age import oldest_version
 from rlbuffer.config.batcher import WAITING, BatcherConfig
 from rlbuffer.config.losses import needs_advantage
 from rlbuffer.config.recorded import settings_of
 from rlbuffer.errors import ArchiveError, ConfigError
 from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.what_if.outcome import Fate, Outcome, oldest_of, outcome_of
 
@@ -41,7 +46,15 @@ class Commit:
     """Place in the pool of the last entry that the leader had read."""
     decided: float
     since: float
+    """The leader's takeover."""
+    began: float
+    """When it had read everything: later than its takeover where settings had changed, or an operator had dropped."""
     published: Mapping[str, int]
+
+    def is_of_one_leader(self, other: Commit) -> bool:
+        """No leader has read everything anew between the two."""
+        mine, others = ((c.since, c.began, c.step.revision, c.step.epoch) for c in (self, other))
+        return mine == others
 
 
 class Recorded:
@@ -52,6 +65,7 @@ class Recorded:
         self.config = config
         """Of its last revision."""
         self.commits = commits
+        """In the order in which they were made; also those that were taken back."""
 
     @cached_property
     def pushes(self) -> list[RecordedPush]:
@@ -59,9 +73,63 @@ class Recorded:
         return recorded_pushes(self.archive)
 
     @cached_property
-    def drops(self) -> dict[str, tuple[str, str]]:
-        """Group -> reason and detail, of those that were dropped whole."""
-        return {drop.group_id: (drop.reason, drop.detail) for drop in self.archive.dropped()}
+    def drops(self) -> list[DroppedGroup]:
+        """Those of groups, and of parts of them."""
+        return [*self.archive.dropped()]
+
+    @staticmethod
+    def newest_of(drop: DroppedGroup) -> tuple[int, int]:
+        """Place in the pool of its last push: the leader had read all up to there."""
+        pushes = drop.record.get("pushes") or {"": [None, None, drop.record.get("entry_id")]}
+        return max((entry_order(push[2]) for push in pushes.values() if push[2]), default=(0, 0))
+
+    def before(self, commit: Commit) -> Commit | None:
+        """The commit of the step before it; None of the first."""
+        return self._by_digest.get(commit.step.previous_digest)
+
+    @cached_property
+    def _by_digest(self) -> dict[str, Commit]:
+        return {commit.step.digest: commit for commit in self.commits}
+
+    def then(self, before: Commit, commit: Commit, dropped: Sequence[DroppedGroup]) -> Commit:
+        """What the leader was about when it dropped these, between two commits: the step behind the first where
+        settings have changed, or steps were taken back, since; and a policy version of then."""
+        at = dropped[0].at_ms / 1000
+        is_before = at < commit.began
+        step = before.step if is_before else commit.step
+        number = before.step.step + 1 if is_before else step.step
+        newest = [before.published.get("", -1), self._trained_by(at)]
+        # A group drops as stale only when a version is out that is not.
+        config = config_of(self.archive, step.revision)
+        newest += [
+            oldest_version(number, config.for_env(drop.env).max_age) for drop in dropped if drop.reason == Reason.STALE
+        ]
+        published = max(newest) if is_before else min(max(newest), commit.published.get("", -1))
+        return replace(commit, step=replace(step, step=number), published={**commit.published, "": published})
+
+    def free_at(self, commit: Commit) -> float:
+        """When the trainer had so few steps that this one could be made; 0 where nothing had to be trained first."""
+        number = commit.step.step - 1 - self.config.lookahead
+        return max((at for at in self._trained_at.get(number, ()) if at <= commit.decided), default=0.0)
+
+    def _trained_by(self, at: float) -> int:
+        """The newest step that was said to be trained by then."""
+        times, steps = self._newest_trained
+        place = bisect_right(times, at)
+        return steps[place - 1] if place else 0
+
+    @cached_property
+    def _newest_trained(self) -> tuple[list[float], list[int]]:
+        trained = [(at, int(record["step"])) for at, record in self.archive.trained_at()]
+        return [at for at, _ in trained], [*accumulate((step for _, step in trained), max)]
+
+    @cached_property
+    def _trained_at(self) -> dict[int, list[float]]:
+        """Step -> when it was said to be trained: again after it was taken back."""
+        out: dict[int, list[float]] = {}
+        for at, record in self.archive.trained_at():
+            out.setdefault(record["step"], []).append(at)
+        return out
 
     @cached_property
     def workers(self) -> list[str]:
@@ -102,11 +170,6 @@ class Recorded:
         return fmean(spent) if spent else 0.0
 
     @cached_property
-    def trained(self) -> list[tuple[float, Mapping[str, Any]]]:
-        """When the trainer said that it had trained a step, Unix seconds, and its record."""
-        return self.archive.trained_at()
-
-    @cached_property
     def needs_advantage(self) -> bool:
         """The trainer's loss learns nothing where the advantage is 0, as far as is known."""
         try:
@@ -120,17 +183,19 @@ class Recorded:
         infos: dict[str, list[GroupInfo]] = {}
         for push in self.pushes:
             infos.setdefault(push.info.group_id, []).append(push.info)
-        fates = []
-        for commit in self.commits:
-            fates += [
-                fate_of(infos[group_id], age=commit.step.step - 1 - oldest_of(infos[group_id]))
-                for group_id in commit.header.group_ids
-                if group_id in infos
-            ]
-        trained = {group_id for commit in self.commits for group_id in commit.header.group_ids}
+        counting = {step.digest for step in self.archive.steps}
+        used = [
+            (group_id, commit.step.step)
+            for commit in self.commits
+            if commit.step.digest in counting
+            for group_id in commit.header.group_ids
+            if group_id in infos
+        ]
+        fates = [fate_of(infos[group_id], age=step - 1 - oldest_of(infos[group_id])) for group_id, step in used]
+        trained = {group_id for group_id, _ in used}
         fates += [
             fate_of(infos[group_id], reason=reason)
-            for group_id, (reason, _) in self.drops.items()
+            for group_id, reason in {drop.group_id: drop.reason for drop in self.drops}.items()
             if group_id in infos and group_id not in trained
         ]
         steps = len(self.archive.trained)
@@ -154,40 +219,12 @@ def read(archive: Archive) -> Recorded:
         raise ArchiveError(f"{archive.folder} is of an older format and lacks {'; '.join(archive.lacks)}")
     if not archive.steps:
         raise ArchiveError(f"{archive.folder} has no step")
-    if len({step.epoch for step in archive.steps}) > 1 or len(archive.all_steps) > len(archive.steps):
-        raise ArchiveError(
-            f"{archive.folder}: steps were taken back or lost, and what the leader held then is not there"
-        )
-    if archive.steps[0].step != 1:
-        raise ArchiveError(
-            f"{archive.folder} begins with step {archive.steps[0].step}: what was decided before is not there"
-        )
-    numbers = {step.step for step in archive.steps}
-    holes = [number for number in range(1, archive.steps[-1].step) if number not in numbers]
-    if holes:
-        raise ArchiveError(f"{archive.folder} has no step {holes[0]}: what was decided then is not there")
     config = config_of(archive, archive.steps[-1].revision)
     if config.is_stream:
         raise ArchiveError(f"{archive.folder} is of a stream, whose trainer asks for groups at times that nobody keeps")
-    known = {step.digest: record for step, record in commits_that_count(archive)}
-    missing = [step.step for step in archive.steps if known.get(step.digest, {}).get("read") is None]
-    if missing:
-        raise ArchiveError(f"{archive.folder} does not say what the leader had read at step {missing[0]}")
-    headers = dict(zip([s.digest for s in archive.steps], archive.headers(archive.steps), strict=True))
-    commits = []
-    for step in archive.steps:
-        record = known[step.digest]
-        at, _, sequence = str(record["read"]).partition("-")
-        commits.append(
-            Commit(
-                step=step,
-                header=headers[step.digest],
-                read=(int(at), int(sequence)),
-                decided=record["decided"],
-                since=record["since"],
-                published=record["published"],
-            )
-        )
+    if archive.has_lost_steps:
+        raise ArchiveError(f"{archive.folder}: the server had lost steps, and nobody knows what the leader held then")
+    commits = _commits(archive)
     recorded = Recorded(archive, config, commits)
     if recorded.train_seconds <= 0:
         raise ArchiveError(
@@ -195,6 +232,43 @@ def read(archive: Archive) -> Recorded:
             "(reader.add_record)"
         )
     return recorded
+
+
+def _commits(archive: Archive) -> list[Commit]:
+    """Every commit, with what the leader knew. Raises ArchiveError where one of them, or that, is not there."""
+    known = recorded_commits(archive)
+    while known and known[-1][0] is None:  # committed while the archive was written for the last time
+        known.pop()
+    headers = {header.digest: header for header in archive.headers([step for step, _ in known if step is not None])}
+    commits, number = list[Commit](), 0
+    for step, record in known:
+        number += 1
+        if record["step"] > number:
+            lack = f"has no step {number}: what was decided then"
+            if number == 1:
+                lack = f"begins with step {record['step']}: what was decided before"
+            raise ArchiveError(f"{archive.folder} {lack} is not there")
+        number = record["step"]
+        if step is None:
+            is_back = number in {other["step"] for step, other in known if step is not None}
+            why = "was taken back before it was archived" if is_back else "was not archived"
+            raise ArchiveError(f"{archive.folder}: step {number} {why}, and nobody knows what was in it")
+        if record.get("read") is None:
+            raise ArchiveError(f"{archive.folder} does not say what the leader had read at step {number}")
+        commits.append(
+            Commit(
+                step=step,
+                header=headers[step.digest],
+                read=entry_order(str(record["read"])),
+                decided=record["decided"],
+                since=record["since"],
+                began=record.get("began", record["since"]),
+                published=record["published"],
+            )
+        )
+    if number < archive.steps[-1].step:
+        raise ArchiveError(f"{archive.folder} does not say what the leader had read at step {number + 1}")
+    return commits
 
 
 def config_of(archive: Archive, revision: int) -> BatcherConfig:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from rlbuffer.archive.library import Archive
 from rlbuffer.archive.writer import ArchiveWriter
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import ArchiveError, ConfigError
+from rlbuffer.daemon.config_changes import config_digest
+from rlbuffer.errors import ArchiveError, ConfigError, EpochChanged
 from rlbuffer.records.policy_version import PolicyVersion
+from rlbuffer.scorer.loop import run_scorer
 from rlbuffer.testing import make_group
 from rlbuffer.what_if import estimate, read, repeat
 from rlbuffer.what_if.estimate import tasks_of
@@ -28,40 +32,79 @@ from rlbuffer_cli.main import main
 STEPS = 8
 
 
-def record(folder: Path, *, steps: int = STEPS, takes_over: bool = False, **batcher: Any) -> Path:
+@dataclass(frozen=True)
+class Events:
+    """What happens to a recorded run beside its steps."""
+
+    takes_over: bool = False
+    """Another leader takes over in the middle."""
+    parts: int = 1
+    """Pushes of each group; of more than two the last one of every third group is lost."""
+    is_scored: bool = False
+    """A scorer adds the rewards."""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that an operator changes in the middle."""
+    is_taken_back: bool = False
+    """The second half of the steps is taken back when the run is over, and made again."""
+
+
+def record(folder: Path, *, steps: int = STEPS, events: Events = Events(), **batcher: Any) -> Path:
     """The archive of a run of two envs, one of which takes longer."""
     run = Run(f"memory://{uuid.uuid4().hex}", folder)
-    settings = RunSettings(redis_url=run.url, archive={"dir": str(folder / "archive")})
+    score = {"one": {"reward": "scorer_stage:share_of_zeros"}} if events.is_scored else {}
+    settings = RunSettings(redis_url=run.url, archive={"dir": str(folder / "archive")}, score=score)
     config = rlbuffer.BatcherConfig(**{"row_tokens": 256, "step_groups": 3, "max_age": 1, **batcher})
     served, stop = Served(run), threading.Event()
-    buffer = Buffer(run.again(), settings=RunSettings())
+    buffer = Buffer(run.again(), settings=settings)
 
     def work(env: str, seconds: float) -> None:
-        writer = buffer.writer(f"{env}-worker")
+        # Short: of a step that was taken back tickets stay out.
+        writer = buffer.writer(f"{env}-worker", ticket_seconds=1.0)
         while not stop.is_set():
             for ticket in writer.take(env, timeout_seconds=0.05):
                 version = buffer.policy.version
-                stop.wait(seconds)
                 lengths = [8 + ticket.number % 5] * 4
-                writer.push(ticket, make_group(size=4, lengths=lengths, version=version).rollouts, planned_size=4)
+                whole = make_group(size=4, lengths=lengths, version=version, seed=ticket.number).rollouts
+                if events.is_scored:
+                    whole = tuple(replace(rollout, reward=None) for rollout in whole)
+                needs = ("reward",) if events.is_scored else ()
+                for part in range(events.parts - (events.parts > 2 and ticket.number % 3 == 2)):
+                    stop.wait(seconds / events.parts)
+                    try:
+                        writer.push(ticket, whole[part :: events.parts], planned_size=4, needs=needs)
+                    except EpochChanged:  # steps were taken back
+                        writer = buffer.writer(f"{env}-worker", ticket_seconds=1.0)
+                        writer.push(ticket, whole[part :: events.parts], planned_size=4, needs=needs)
+
+    def train(first: int, changes: Mapping[str, Any]) -> None:
+        reader = run.closes(buffer.reader(timeout_seconds=100))  # late: workers must not hear that it is finished
+        reader.start(first)
+        reader.announce(PolicyVersion(version=first))
+        for step in reader.steps(last=steps):
+            reader.announce(PolicyVersion(version=step.number))
+            reader.trained(step)
+            seconds = {"total": 0.02, "wait": 0.01}
+            reader.add_record({"step": step.number, "epoch": step.epoch, "digest": step.digest, "seconds": seconds})
+            if step.number == steps // 2 and events.takes_over:
+                served.stop()
+                served.serve(config, settings=settings)
+            if step.number == steps // 2 and changes:
+                other = replace(config, **changes)
+                run.store.ask_config(other.as_dict(), config_digest(other), seen=run.store.meta())
+        served.stop()
 
     threads = [threading.Thread(target=work, args=each) for each in (("a", 0.005), ("b", 0.03))]
+    if events.is_scored:
+        threads.append(threading.Thread(target=run_scorer, args=(buffer, "s", "one", settings), kwargs={"stop": stop}))
     try:
-        with buffer.reader(timeout_seconds=100) as reader:
-            reader.start()
-            reader.announce(PolicyVersion(version=0))
+        served.serve(config, settings=settings)
+        for thread in threads:
+            thread.start()
+        train(0, events.changes)
+        if events.is_taken_back:
+            run.store.rewind(steps // 2, force=True)
             served.serve(config, settings=settings)
-            for thread in threads:
-                thread.start()
-            for step in reader.steps(last=steps):
-                reader.announce(PolicyVersion(version=step.number))
-                reader.trained(step)
-                seconds = {"total": 0.02, "wait": 0.01}
-                reader.add_record({"step": step.number, "epoch": step.epoch, "digest": step.digest, "seconds": seconds})
-                if takes_over and step.number == steps // 2:
-                    served.stop()
-                    served.serve(config, settings=settings)
-            served.stop()
+            train(steps // 2, {})
     finally:
         stop.set()
         for thread in threads:
@@ -75,12 +118,27 @@ def record(folder: Path, *, steps: int = STEPS, takes_over: bool = False, **batc
     "settings",
     [
         {},
-        {"takes_over": True},
+        {"events": Events(takes_over=True)},
+        {"events": Events(parts=2)},
+        {"events": Events(parts=4), "group_timeout_seconds": 0.5, "min_group_size": 2, "order": "oldest_first"},
+        {"events": Events(is_scored=True)},
+        {"events": Events(is_scored=True, parts=2), "slow": "wait"},
+        {"events": Events(changes={"max_age": 3, "order": "oldest_first", "step_groups": 5})},
+        {"events": Events(changes={"max_age": 0})},
+        {"spillover": "borrow", "spill_after_seconds": 0.02, "budgets": {"a": 0.3, "b": 0.7}},
+        {
+            "events": Events(changes={"spill_after_seconds": 0.04}),
+            "spillover": "borrow",
+            "spill_after_seconds": 0.02,
+            "budgets": {"a": 0.3, "b": 0.7},
+        },
+        {"events": Events(is_taken_back=True)},
+        {"events": Events(is_taken_back=True, parts=2), "max_uses": 2, "max_age": 3},
         {"slow": "wait"},
         {"step_groups": 0, "row_tokens": 128, "micro_batches_per_rank": 2},
         {"order": "priority", "flat": 0.5, "budgets": {"a": 0.7, "b": 0.3}},
         {"max_uses": 2, "max_age": 3},
-        {"max_uses": 2, "max_age": 3, "takes_over": True},
+        {"max_uses": 2, "max_age": 3, "events": Events(takes_over=True)},
     ],
     ids=str,
 )
@@ -89,6 +147,7 @@ def test_every_commit_and_drop_comes_out_again(tmp_path: Path, settings: dict[st
     repeated = repeat(recorded)
     assert (repeated.equal, repeated.differs) == (len(recorded.commits), "")
     assert repeated.steps >= STEPS
+    assert repeated.drops == repeated.equal_drops
     assert repeated.is_exact
 
 
@@ -157,8 +216,8 @@ def test_an_archive_whose_decisions_are_not_whole_is_refused(tmp_path: Path) -> 
     with pytest.raises(ArchiveError, match="lacks the pool entry"):
         read(archive)
     archive = Archive(tmp_path / "archive")
-    archive.__dict__["steps"] = archive.steps[2:]
-    with pytest.raises(ArchiveError, match="taken back or lost"):
+    archive.__dict__["has_lost_steps"] = True
+    with pytest.raises(ArchiveError, match="the server had lost steps"):
         read(archive)
 
 
@@ -166,7 +225,7 @@ def test_an_archive_without_a_step_or_the_trainers_seconds_is_refused(tmp_path: 
     folder = record(tmp_path)
     archive = Archive(folder)
     archive.__dict__["steps"] = archive.__dict__["all_steps"] = archive.steps[:3] + archive.steps[4:]
-    with pytest.raises(ArchiveError, match="has no step 4"):
+    with pytest.raises(ArchiveError, match="step 4 was not archived"):
         read(archive)
     archive = Archive(folder)
     archive.__dict__["trained"] = tuple({**record, "seconds": {}} for record in archive.trained)
