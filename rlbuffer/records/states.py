@@ -39,8 +39,8 @@ class Trait(Enum):
     """What it drops came too late: whether long rollouts are lost goes by it. The others say something of what a group
     holds."""
     OF_OTHERS = auto()
-    """The batcher alone does not decide it: when decisions are made again (`rlbuffer.what_if`), such a drop is taken as it
-    was."""
+    """The batcher alone does not decide it: when decisions are made again (`rlbuffer.what_if`), such a drop is taken as
+    it was."""
 
 
 class Reason(StrEnum):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rlbuffer.archive.decisions import RecordedPush, digest_again
@@ -116,7 +117,7 @@ def repeat(recorded: Recorded) -> Repeated:
     before: Commit | None = None
     leadership, drops, free_since = None, dict[tuple[str, ...], Drop](), 0.0
     for commit in recorded.commits:
-        free_at = recorded.free_at(commit)
+        free_at, then = recorded.free_at(commit), partial(recorded.then, before, commit)
         while decided and decided[0].at_ms < 1000 * commit.decided:
             dropped = [decided.popleft()]
             while decided and decided[0].at_ms == dropped[0].at_ms:  # of one turn
@@ -131,14 +132,14 @@ def repeat(recorded: Recorded) -> Repeated:
             if not dropped:
                 continue
             looked = max(free_at, leadership.first.began, free_since)
-            _clock(leadership, commit, pushes, looked=looked, until=at, drops=drops)
-            then = commit if before is None else recorded.then(before, commit, dropped)
-            _read(leadership, then, pushes, max(map(recorded.newest_of, dropped)), drops)
-            _decide(leadership, then, at, drops, is_held=at < free_at)
+            _clock(leadership, commit, pushes, looked=looked, until=at, drops=drops, then=then)
+            at_drop = then(at, dropped)
+            _read(leadership, at_drop, pushes, max(map(recorded.newest_of, dropped)), drops)
+            _decide(leadership, at_drop, at, drops, is_held=at < free_at)
             free_since = at
         leadership = _led(leadership, commit, recorded)
         looked = max(free_at, leadership.first.began, free_since)
-        _clock(leadership, commit, pushes, looked=looked, until=commit.decided, drops=drops)
+        _clock(leadership, commit, pushes, looked=looked, until=commit.decided, drops=drops, then=then)
         _read(leadership, commit, pushes, commit.read, drops)
         decision = _decide(leadership, commit, commit.decided, drops)
         assert decision is not None
@@ -188,6 +189,7 @@ def _clock(
     looked: float,
     until: float,
     drops: dict[tuple[str, ...], Drop],
+    then: Callable[[float], Commit],
 ) -> None:
     """The looks of a leader whose rules go by the clock: when something came, and while nothing comes."""
     while leadership.by_clock and looked < until:
@@ -195,7 +197,7 @@ def _clock(
         looked = min(max(came, looked), looked + LOOK_SECONDS)
         _read(leadership, commit, pushes, min((round(1000 * looked), sys.maxsize), commit.read), drops)
         if looked < until:
-            _decide(leadership, commit, looked, drops)
+            _decide(leadership, then(looked), looked, drops)
 
 
 def _led(before: _Leadership | None, commit: Commit, recorded: Recorded) -> _Leadership:

@@ -91,10 +91,11 @@ class Recorded:
     def _by_digest(self) -> dict[str, Commit]:
         return {commit.step.digest: commit for commit in self.commits}
 
-    def then(self, before: Commit, commit: Commit, dropped: Sequence[DroppedGroup]) -> Commit:
-        """What the leader was about when it dropped these, between two commits: the step behind the first where
-        settings have changed, or steps were taken back, since; and a policy version of then."""
-        at = dropped[0].at_ms / 1000
+    def then(self, before: Commit | None, commit: Commit, at: float, dropped: Sequence[DroppedGroup] = ()) -> Commit:
+        """What the leader was about at a moment between two commits, when it dropped these: the step behind the first
+        where settings have changed, or steps were taken back, since; and a policy version of then."""
+        if before is None:
+            return commit
         is_before = at < commit.began
         step = before.step if is_before else commit.step
         number = before.step.step + 1 if is_before else step.step
