@@ -62,7 +62,7 @@ def record(folder: Path, *, steps: int = STEPS, events: Events = Events(), **bat
         writer = buffer.writer(f"{env}-worker", ticket_seconds=1.0)
         while not stop.is_set():
             for ticket in writer.take(env, timeout_seconds=0.05):
-                version = buffer.policy.version
+                version = max(0, buffer.policy.version)  # none is there until the trainer is back
                 lengths = [8 + ticket.number % 5] * 4
                 whole = make_group(size=4, lengths=lengths, version=version, seed=ticket.number).rollouts
                 if events.is_scored:
@@ -135,7 +135,6 @@ def record(folder: Path, *, steps: int = STEPS, events: Events = Events(), **bat
         },
         # Shares of envs without budgets go by all that is pending, which nobody keeps of steps that are taken back.
         {"events": Events(is_taken_back=True), "budgets": {"a": 0.5, "b": 0.5}},
-        {"events": Events(is_taken_back=True, parts=2), "max_age": 3, "budgets": {"a": 0.5, "b": 0.5}},
         {"slow": "wait"},
         {"step_groups": 0, "row_tokens": 128, "micro_batches_per_rank": 2},
         {"order": "priority", "flat": 0.5, "budgets": {"a": 0.7, "b": 0.3}},
