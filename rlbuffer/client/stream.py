@@ -263,8 +263,10 @@ class Stream:
             raise RlbufferError("the stream is resumed already: make another one to begin again")
         check_feeds(self._store.run, self._store.meta(), "stream")
         if state is None:
-            trainer = self._store.trainer()
-            self.reader.start(resume_step=trainer.trained)
+            # With the digest: what a server loses behind this place can be handed back.
+            there = self._store.trainer()
+            self.reader.load_state_dict({"step": there.trained, "epoch": there.epoch, "digest": there.digest})
+            self.reader.start()
         else:
             part, unused, version = _checked(state)
             self.reader.load_state_dict(state["reader"])
@@ -272,8 +274,8 @@ class Stream:
             self._part, self._part_unused, self._version = part, unused, version
         self._place = self.reader.step
         self._next = self._place + 1
-        there = self._store.policy()
-        self._version, self._labels = max(self._version, there.version), dict(there.labels)
+        policy = self._store.policy()
+        self._version, self._labels = max(self._version, policy.version), dict(policy.labels)
         self._is_resumed = True
 
     def __iter__(self) -> Iterator[Taken]:
