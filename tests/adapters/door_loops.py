@@ -29,6 +29,8 @@ class Loops:
         home.start("serve", "--config", file, "--display", "plain", log="serve")
         with home.connect(run) as buffer:
             self.url = buffer.store.server()["address"]
+            # The embedded server ends with its last user, and until the batcher is one, that is this line.
+            home.wait_until(lambda: buffer.store.heartbeats("batcher"), seconds=60, why="a batcher")
         self._launcher: subprocess.Popen[str] | None = None
 
     def start(self, line: str) -> int:
