@@ -24,6 +24,7 @@ from rlbuffer.errors import (
     BatchTimeout,
     EnvDone,
     PushFailed,
+    ResumeRefused,
     RlbufferError,
     StepRetired,
 )
@@ -289,6 +290,8 @@ class Trainer:
             resumed = 0 if job.state is None else job.state["step"]
             if job is not self.job or resumed < max(self.checkpoints, default=0):
                 expected += (StepRetired,)  # another trainer has overtaken it; the next start finds a newer checkpoint
+            if world.plan.stream and job.state is None:
+                expected += (ResumeRefused,)  # it hands nothing back: it knows no step that the server has lost
             is_early = world.plan.memory and isinstance(outcome, StepRetired)
             if not (is_early or isinstance(outcome, expected)):
                 world.invariants.fail("end", f"{process.name} died of {describe(outcome)}")

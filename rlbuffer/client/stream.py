@@ -250,7 +250,9 @@ class Stream:
 
         `state` is what :attr:`Stream.state` was when the checkpoint was written: then the stream gives the same groups
         again as after it. :attr:`Stream.BEGINNING` is that of fresh weights. None: it goes on behind what the
-        server says is trained, whatever weights those groups are in. Iterating resumes with None if nobody did.
+        server says is trained, whatever weights those groups are in; it knows no step of before, so when the server
+        loses such a step it ends with ResumeRefused, and nothing is given twice unseen. Iterating resumes with None if
+        nobody did.
 
         Raises:
             RlbufferError: it was resumed already.
@@ -263,10 +265,8 @@ class Stream:
             raise RlbufferError("the stream is resumed already: make another one to begin again")
         check_feeds(self._store.run, self._store.meta(), "stream")
         if state is None:
-            # With the digest: what a server loses behind this place can be handed back.
-            there = self._store.trainer()
-            self.reader.load_state_dict({"step": there.trained, "epoch": there.epoch, "digest": there.digest})
-            self.reader.start()
+            trainer = self._store.trainer()
+            self.reader.start(resume_step=trainer.trained)
         else:
             part, unused, version = _checked(state)
             self.reader.load_state_dict(state["reader"])
@@ -274,8 +274,8 @@ class Stream:
             self._part, self._part_unused, self._version = part, unused, version
         self._place = self.reader.step
         self._next = self._place + 1
-        policy = self._store.policy()
-        self._version, self._labels = max(self._version, policy.version), dict(policy.labels)
+        there = self._store.policy()
+        self._version, self._labels = max(self._version, there.version), dict(there.labels)
         self._is_resumed = True
 
     def __iter__(self) -> Iterator[Taken]:

@@ -18,8 +18,8 @@ from simulation.world import World
 
 SEEDS = [6, 10, 42, 54, 70, 88, 102, 109, 115, 248, 260, 595, 677, 1140, 1595, 1611, 2733, 9230, 10104]
 """Streams, by their draws. 260, 677, 2733: another server, while the trainer held a group and waited for the next one.
-1595: a trainer that resumed without a state, and a server that forgot what it had trained. 1611, 9230, 10104: a
-recovery of groups of which something was not trained."""
+1595: a trainer that resumed without a state is refused when the server has forgotten what was trained. 1611, 9230,
+10104: a recovery of groups of which something was not trained."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
