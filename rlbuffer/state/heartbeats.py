@@ -298,7 +298,8 @@ def rank_problems(processes: Iterable[Process]) -> tuple[Problem, ...]:
     """What the ranks say that somebody must cure: each says what its own part of a step lacks."""
     problems = [p for each in processes if each.kind == "rank" and each.is_alive for p in each.problems]
     newest = max((problem.step for problem in problems), default=0)
-    return merged(problem for problem in problems if problem.step == newest)
+    by_count = sorted((problem for problem in problems if problem.step == newest), key=lambda problem: problem.count)
+    return merged(by_count)  # the last detail stays: that of the rank which lacks the most
 
 
 def run_problems(processes: Iterable[Process], waiting: Waiting | None) -> tuple[Problem, ...]:

@@ -197,7 +197,7 @@ class StepRecord:
         """Effective sample size over the number of tokens, of all ages together: (sum w)^2 / (n sum w^2). The rows of
         `drift` have the mean of w (`ratio`), and its square over that of w^2 (`ess`). None: not measured."""
         rows = [(row.get("tokens", 0), row.get("ratio", 1.0), row.get("ess")) for row in self.drift.values()]
-        measured = [(count, ratio, ess) for count, ratio, ess in rows if count and ess]
+        measured = [(count, ratio, ess) for count, ratio, ess in rows if count and ratio and ess]
         if not measured:
             return None
         weights = sum(count * ratio for count, ratio, _ in measured)

@@ -14,7 +14,7 @@ import pytest
 
 from rlbuffer.errors import RlbufferError, clause
 from rlbuffer.records.waiting import Cause, Problem, Trouble, Wait, Waiting
-from rlbuffer.state.heartbeats import Process, processes, run_problems, worker_problems
+from rlbuffer.state.heartbeats import Process, processes, rank_problems, run_problems, worker_problems
 from rlbuffer.wire.bounded_msgpack import dumps, loads
 
 STRANGE: list[Any] = [
@@ -86,6 +86,16 @@ def test_the_problems_of_an_envs_workers_are_one_of_each_kind() -> None:
     first, second = worker_problems(processes("worker", workers))
     assert (first.kind, first.env, first.count, first.worker) == (Trouble.ENV_FAILS, "a", 15, "w0, w1, w2 and 2 more")
     assert (second.env, second.count) == ("b", 3)
+
+
+def test_of_what_several_ranks_lack_the_source_of_most_is_named() -> None:
+    lacks = {"0": (40, "40 of env a by worker evil"), "1": (1, "1 of env b by worker good")}
+    ranks = {
+        name: beat(Problem(kind=Trouble.DAMAGED, step=5, count=count, detail=detail))
+        for name, (count, detail) in lacks.items()
+    }
+    (problem,) = rank_problems(processes("rank", ranks))
+    assert (problem.count, problem.detail) == (41, "40 of env a by worker evil")
 
 
 def test_the_last_words_of_a_worker_count_until_another_one_samples_its_env() -> None:
