@@ -6,6 +6,7 @@ PUSH brings them in, DROP and COMMIT take them out, nothing else touches them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rlbuffer.errors import PayloadError
@@ -22,6 +23,11 @@ DROP_ENTRIES = 500
 """Pool entries per DROP: about 1.5 ms of the server's time."""
 NAMED_PUSHES = 64
 """Pushes of a dropped group that its record names one by one: the server keeps :data:`HISTORY_ENTRIES` of them."""
+RECORD_BYTES = 16 * 1024
+"""Of a drop's record that names its pushes. Workers wrote what it says of them, as long as they like; every leader
+reads the history, and the server keeps all of it."""
+DETAIL_CHARACTERS = 4000
+"""Of why a group was dropped."""
 HISTORY_ENTRIES = 10_000
 """Records of drops and steps that are kept."""
 CLOSING_REASONS = frozenset(reason for reason in Reason if Trait.CLOSES in reason.traits)
@@ -192,7 +198,7 @@ def _drop_record(drop: Drop, entries: Sequence[PoolEntry]) -> bytes:
         reason=drop.reason,
         rollouts=drop.rollouts,
         tokens=drop.tokens,
-        detail=drop.detail,
+        detail=drop.detail[:DETAIL_CHARACTERS],
         min_version=drop.min_version,
         reward=drop.reward,
         prompt_id=info.prompt_id if info is not None else None,
@@ -204,4 +210,7 @@ def _drop_record(drop: Drop, entries: Sequence[PoolEntry]) -> bytes:
         seconds=info.seconds if info is not None else None,
         pushes=pushes if len(entries) <= NAMED_PUSHES else None,
     )
-    return payload.dumps(record.as_object())
+    data = payload.dumps(record.as_object())
+    if len(data) <= RECORD_BYTES:
+        return data
+    return payload.dumps(replace(record, pushes=None).as_object())

@@ -140,8 +140,9 @@ class Viewer(Session):
         if not fields:
             raise self.no_run()
         # As it nearly always is: a leader asks fifty times a second.
-        if self._meta_read is not None and fields == self._meta_read[0]:
-            return self._meta_read[1]
+        read = self._meta_read
+        if read is not None and fields == read[0]:
+            return read[1]
         meta = parse_meta(fields)
         if meta.schema != SCHEMA:
             raise SchemaMismatch(
@@ -187,7 +188,7 @@ class Viewer(Session):
         the trainer measured in its steps (:meth:`~rlbuffer.store.trainer.TrainerStore.add_record`)."""
         key = self.keys.history if of == "history" else self.keys.records
         reply = self.look(lambda client: client.xrevrange(key, count=count))
-        return [record_of(entry_id, fields) for entry_id, fields in ranged(reply)]
+        return [_record_or_why(entry_id, fields) for entry_id, fields in ranged(reply)]
 
     def is_led(self) -> bool:
         """True when a batcher holds the lease."""
@@ -447,13 +448,7 @@ class Viewer(Session):
         raise_first([reply, here])  # of a history that never was there are no facts
         # The stream is trimmed at its front. Where it never was, nothing is lost, whatever is not there.
         is_trimmed = isinstance(facts, dict) and int(facts.get("entries-added", 0)) > int(facts.get("length", 0))
-        records = []
-        for entry_id, fields in ranged(reply):
-            try:
-                record = payload.loads(fields.get(b"record", b""), limit=MAX_HISTORY_BYTES)
-            except PayloadError as error:
-                record = {"detail": str(error)}
-            records.append((entry_id, record if isinstance(record, dict) else {}))
+        records = [(entry_id, _record_or_why(entry_id, fields)) for entry_id, fields in ranged(reply)]
         return HistoryPage(records=tuple(records), is_cut=is_trimmed and not here)
 
     def dropped_payloads(self, group_ids: Sequence[str]) -> dict[str, list[str]]:
@@ -488,7 +483,19 @@ def record_of(entry_id: str, fields: Fields) -> Mapping[str, Any]:
     record = payload.loads(fields.get(b"record", b""), limit=MAX_HISTORY_BYTES)
     if not isinstance(record, dict):
         raise PayloadError(f"a {type(record).__name__}, not a record")
-    return {**record, "at": int(entry_id.split("-")[0]) / 1000}
+    return {**record, "at": _seconds(entry_id)}
+
+
+def _record_or_why(entry_id: str, fields: Fields) -> Mapping[str, Any]:
+    """The same, or why it cannot be read, as ``detail``: it must not end who reads those beside it."""
+    try:
+        return record_of(entry_id, fields)
+    except PayloadError as error:
+        return {"detail": str(error), "at": _seconds(entry_id)}
+
+
+def _seconds(entry_id: str) -> float:
+    return int(entry_id.split("-")[0]) / 1000
 
 
 def parse_meta(fields: Mapping[bytes, bytes]) -> Meta:

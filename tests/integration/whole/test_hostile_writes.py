@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from daemon_runs import Served
@@ -42,6 +43,7 @@ MOVES: list[tuple[str, Callable[[Run], object], str]] = [
     ("entry of garbage", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r, metadata=b"\x81\xa1")), ""),
     ("entry of a wrong total", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r, tokens="9" * 30)), ""),
     ("entry of a spaced key", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r, key="u 77")), ""),
+    ("entry of a long key", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r, key="u.7" + "7" * 5_000_000)), ""),
     ("entry without payload", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r)), ""),
     ("entry of the future", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r), id="9999999999999-0"), ""),
     ("largest entry", lambda r: r.client.xadd(r.store.keys.pool, entry_with(r), id=LARGEST), ""),
@@ -259,3 +261,36 @@ def test_a_batcher_at_work_waits_for_another_trainer_where_one_has_written_what_
         run.store.attempt(uuid="t", world_size=2.0, resume_step=0)  # type: ignore[arg-type]
     run.store.attempt(uuid="t", world_size=2, resume_step=0)
     served.wait_for(lambda: len(served.said("ready")) == 2)
+
+
+def test_a_record_of_a_drop_is_short_whatever_its_pushes_say(run: Run, served: Served) -> None:
+    group = make_group(env="a", group_id="a.5", size=70)
+    for k, rollout in enumerate(group.rollouts[:64]):
+        run.push(replace(group, rollouts=(rollout,), needs=tuple(f"{k:03d}{n:060d}" for n in range(900))))
+    config = replace(CONFIG, group_timeout_seconds=1.0)
+    served.serve(config)
+    store = run.again()
+    number = store.attempt(uuid="t", world_size=1, resume_step=0).number
+    store.announce(number, PolicyVersion(version=0))
+
+    def has_dropped() -> bool:
+        store.report(number, epoch=store.meta().epoch, trained=0, digest="", oldest_kept=0)
+        return bool(served.said("drop"))
+
+    served.wait_for(has_dropped)
+    assert all(len(fields[b"record"]) < 20_000 for _, fields in run.client.xrange(run.store.keys.history))
+    served.stop()
+    served.serve(config)
+    run.push("a.1")
+    trained(store, served)
+    assert served.errors == []
+
+
+def test_a_record_that_cannot_be_read_ends_no_leader(run: Run, served: Served) -> None:
+    for data in (b"\xc1", b"\x01", bytes([0xDB, 0, 80, 0, 0]) + b"7" * 80 * 2**16):
+        run.client.xadd(run.store.keys.history, {"record": data})
+    served.serve(CONFIG)
+    run.push("a.1")
+    trained(run.again(), served)
+    assert served.errors == []
+    assert len(run.store.history()) >= 3
