@@ -16,14 +16,13 @@ from typing import Any
 
 from rlbuffer.archive.library import Archive, ArchivedRollout
 from rlbuffer.errors import ArchiveError, CheckpointError
-from rlbuffer.replay.scoring import Fit, not_kept, other_samplers, travelled, versions_in
+from rlbuffer.replay.scoring import MOST_VERSIONS, Fit, beside, not_kept, other_samplers, travelled, versions_in
 from rlbuffer.replay.training import attempt_of, checkpoints_of, trained_records
+from rlbuffer.state.text import plural
 from rlbuffer.state.verdicts import LEAST_TOKENS, rounding
 
 MOST_TOKENS = 4096
 """Trained tokens that are scored: the rms of so many is certain within some percent."""
-MOST_VERSIONS = 8
-"""Versions that score them."""
 MOST_BYTES = 8 * 2**30
 """Size of a kept version above which it is not loaded beside a run at work."""
 
@@ -36,6 +35,8 @@ class Proof:
     said: int
     fits: tuple[Fit, ...]
     """One per version, ascending; that of `said` is the last."""
+    further: tuple[int, ...]
+    """Older versions that are kept and have not scored them, ascending."""
     rounded: float
     """Nats up to which a sampler rounds, and no more."""
 
@@ -49,6 +50,12 @@ class Proof:
         """The version that is said to have sampled them has."""
         return self.fits[-1].rms <= self.rounded
 
+    @property
+    def to_score(self) -> tuple[int, ...]:
+        """Versions that tell more, with `said` as the last: those beside the nearest one that are not scored yet."""
+        nearest = min(self.fits, key=lambda fit: fit.rms)
+        return (*beside(nearest.version, self.further), self.said)
+
     def __str__(self) -> str:
         fit, other = self.fits[-1], self.other
         tokens = f"{fit.tokens:,} tokens of step {self.step} that version {self.said} is said to have sampled"
@@ -57,15 +64,21 @@ class Proof:
         off = f"scored by it they are off by {fit.rms:.2g} nats (rms)"
         if other is None:
             others = ", ".join(f"by {each.rms:.2g} from version {each.version}" for each in self.fits[:-1])
-            return f"{tokens}: {off}, {others or 'and no older version is kept'}. None that is kept has sampled them"
+            return f"{tokens}: {off}, {others or 'and no older version is kept'}. {self._none}"
         if other.rms <= self.rounded:
             return (
                 f"{tokens} are those of version {other.version}: {off}, by {other.rms:.2g} from version {other.version}"
             )
-        return (
-            f"{tokens} are older: {off}, by {other.rms:.2g} from version {other.version}, which is nearest. The one "
-            "that has sampled them is not kept"
-        )
+        nearest = f"by {other.rms:.2g} from version {other.version}, which is nearest"
+        return f"{tokens} are older: {off}, {nearest}. {self._none}"
+
+    @property
+    def _none(self) -> str:
+        """How far it is known that no kept version has sampled them."""
+        if not self.further:
+            return "None that is kept has sampled them"
+        more = plural(len(self.further), "other older version")
+        return f"None of the {len(self.fits)} versions that were scored has sampled them; not scored, but kept: {more}"
 
 
 def weights_proof(archive: Archive, first: int, last: int) -> Proof:
@@ -96,7 +109,8 @@ def weights_proof(archive: Archive, first: int, last: int) -> Proof:
     else:
         names = ", ".join(map(str, sorted(seen)))
         raise not_kept(f"of the versions that sampled steps {first} to {last} ({names}) none is", there, **places)
-    versions = _spread([version for version in sorted({0, *there}) if version <= said[-1]])
+    older = [version for version in sorted({0, *there}) if version <= said[-1]]
+    versions = _spread(older)
     for version in versions:
         if (size := _size(there.get(version))) > MOST_BYTES:
             raise CheckpointError(
@@ -111,7 +125,8 @@ def weights_proof(archive: Archive, first: int, last: int) -> Proof:
         )
     record = trained_records(archive).get(step.step)
     rounded = rounding(record.bfloat16_rms if record is not None else None)
-    return Proof(step=step.step, said=said[-1], fits=tuple(fits), rounded=rounded)
+    further = tuple(version for version in older if version not in versions)
+    return Proof(step=step.step, said=said[-1], fits=tuple(fits), further=further, rounded=rounded)
 
 
 def _spread(versions: Sequence[int]) -> list[int]:

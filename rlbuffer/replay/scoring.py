@@ -7,7 +7,7 @@ are proved, whatever the learning rate is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,9 @@ from rlbuffer.trainer.model.packed_policy import prepare
 from rlbuffer.trainer.session import device_of
 from rlbuffer.weights import layout
 from rlbuffer.weights.model import build_model, narrow_dtype
+
+MOST_VERSIONS = 8
+"""Versions that score at once, where nobody has asked for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,19 @@ def other_samplers(fits: Sequence[Fit]) -> dict[int, Fit]:
         if said.tokens >= LEAST_TOKENS and said.rms > LEAST_RMS and nearest.rms < said.rms / 2:
             found[said.version] = nearest
     return found
+
+
+def unexplained(fits: Sequence[Fit], rounded: float) -> dict[int, Fit]:
+    """Version that is said to have sampled -> the nearest fit, where even that one is off by more than `rounded`."""
+    nearest = {fit.sampled_by: fit for fit in sorted(fits, key=lambda fit: -fit.rms)}
+    return {
+        by: nearest[by] for by in sorted(nearest) if nearest[by].tokens >= LEAST_TOKENS and nearest[by].rms > rounded
+    }
+
+
+def beside(version: int, versions: Iterable[int]) -> list[int]:
+    """At most :data:`MOST_VERSIONS` of `versions`, ascending: those whose numbers are nearest to `version`."""
+    return sorted(sorted(versions, key=lambda each: abs(each - version))[:MOST_VERSIONS])
 
 
 def travelled(

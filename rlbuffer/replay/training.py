@@ -31,8 +31,9 @@ from rlbuffer.state.step_record import StepRecord
 METRICS = "metrics.jsonl"
 LEFT = 0.1
 """k3, in nats, above which the rollouts are not those of the policy that trains on them any more."""
-JUMP, USUAL_STEPS = 4.0, 20
-"""A gradient norm jumps where it is so many times the median of the steps before, of which so many count."""
+JUMP, USUAL_STEPS, LEAST_STEPS = 4.0, 20, 3
+"""A gradient norm jumps where it is so many times the median of the steps before, of which so many count: the most and
+the least."""
 _FIXED = {
     "trainer.world_size": "--world-size sets it",
     "trainer.output": "--output sets it",
@@ -312,7 +313,7 @@ def jumped_at(records: Mapping[int, StepRecord]) -> tuple[int, float, float] | N
         norm = records[step].grad_norm
         if norm is None:
             continue
-        usual = median(before[-USUAL_STEPS:]) if len(before) >= 3 else norm
+        usual = median(before[-USUAL_STEPS:]) if len(before) >= LEAST_STEPS else norm
         if norm > JUMP * usual:
             return step, norm, usual
         before.append(norm)

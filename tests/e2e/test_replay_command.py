@@ -45,7 +45,10 @@ def test_recorded_steps_are_trained_again_and_under_several_losses(home: Home) -
         (("--from", "2", "--checkpoints", "kept"), "step 2 is trained behind the checkpoint of step 1"),
         (("--to", "2", "--checkpoints", "nowhere"), "Directory 'nowhere' does not exist"),
         (("--score", "2", "--checkpoints", "a-file"), "Directory 'a-file' is a file"),
-        (("--score", "jump"), "jumped at no recorded step"),
+        (
+            ("--score", "jump"),
+            f"Error: --score jump: of {STEPS} recorded steps of run recorded the gradient norm jumped at none. A jump",
+        ),
         (("--score", "2", "--versions", "95"), "version 95 is not kept"),
         (("-o", "kept"), "is not empty"),
         (("-o", "a-file"), "--output a-file is a file: name a folder"),

@@ -151,7 +151,9 @@ def _proof(archive: Archive, spell: Spell) -> Finding:
     if proof.has_arrived:
         return replace(ok(str(proof)), check="weights")
     command = f"rlbuffer replay {archive.folder} --score {proof.step}"
-    fix = f"Look closer: {command} --versions {','.join(str(fit.version) for fit in proof.fits)}"
+    is_found = proof.other is not None and proof.other.rms <= proof.rounded
+    versions = proof.to_score if proof.further and not is_found else [fit.version for fit in proof.fits]
+    fix = f"Look closer: {command} --versions {','.join(map(str, versions))}"
     if proof.other is None:
         return _not_proved(str(proof), fix)
     return replace(failure(str(proof), fix=fix), check="weights")

@@ -275,6 +275,7 @@ def _score(
 
     from rlbuffer.archive.library import Archive
     from rlbuffer.replay import training
+    from rlbuffer.state.verdicts import rounding
 
     archive = Archive(folder)
     records = training.trained_records(archive)
@@ -289,10 +290,10 @@ def _score(
     starting("replay: loading torch and the model")
     from rlbuffer.replay import scoring
 
+    there = scoring.versions_in(**places)
     if versions is not None:
         asked, gone = _numbers(versions), ""
     else:
-        there = scoring.versions_in(**places)
         asked, others = scoring.samplers(members, there)
         gone = ", ".join(map(str, others))
         if gone and not asked:
@@ -305,8 +306,8 @@ def _score(
         say(f"of the versions that sampled step {step} these are not kept: {gone}", err=options.is_json())
     if options.is_json():
         for fit in fits:
-            names = ("version", "sampled_by", "tokens", "rms", "ratio", "p99")
-            show_json({"schema": "rlbuffer.fit/1", "step": step, **{name: getattr(fit, name) for name in names}})
+            columns = ("version", "sampled_by", "tokens", "rms", "ratio", "p99")
+            show_json({"schema": "rlbuffer.fit/1", "step": step, **{name: getattr(fit, name) for name in columns}})
         return 0
     nearest = {fit.sampled_by: fit for fit in sorted(fits, key=lambda fit: -fit.rms)}
     scorers = plural(len(asked), "version")
@@ -323,12 +324,23 @@ def _score(
             f"Version {by} is said to have sampled tokens that version {fit.version} fits better: the sampler had "
             f"not loaded version {by}, or another one under its number."
         )
+    record = records.get(step)
+    rounded = rounding(record.bfloat16_rms if record is not None else None)
+    further = sorted({0, *there} - set(asked))
+    for by, fit in scoring.unexplained(fits, rounded).items():
+        names = ",".join(map(str, scoring.beside(fit.version, further)))
+        say(
+            f"None of these has sampled what version {by} is said to have sampled: from version {fit.version}, which "
+            f"is nearest, it is off by {fit.rms:.2g} nats (rms), and a sampler rounds by {rounded:.2g}. "
+            + (f"Others are kept: try --versions {names}" if names else "No other version is kept.")
+        )
     _list(scored, asked)
     return 0
 
 
 def _step_of(run: str, wanted: str, records: Mapping[int, StepRecord]) -> tuple[int, str]:
     """The step that is asked for, and a sentence about it."""
+    from rlbuffer.errors import ArchiveError
     from rlbuffer.replay import training
 
     if wanted.isdigit():
@@ -337,7 +349,11 @@ def _step_of(run: str, wanted: str, records: Mapping[int, StepRecord]) -> tuple[
         raise click.UsageError(f"--score {wanted}: give a step, or `jump`")
     found = training.jumped_at(records)
     if found is None:
-        raise click.UsageError(f"--score jump: the gradient norm of run {run} jumped at no recorded step")
+        raise ArchiveError(
+            f"--score jump: of {plural(len(records), 'recorded step')} of run {run} the gradient norm jumped at none. "
+            f"A jump is {training.JUMP:g} times the median of the {training.USUAL_STEPS} steps before it, of which "
+            f"{training.LEAST_STEPS} must be there. Give a step: --score STEP"
+        )
     step, norm, usual = found
     return step, f"step {step} is the first whose gradient norm jumped: {norm:.3g}, where {usual:.3g} was usual"
 

@@ -17,6 +17,7 @@ from rlbuffer.archive import Archive
 from rlbuffer.checks.check import failure
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.records.waiting import Problem, Trouble
+from rlbuffer.replay import proof
 from rlbuffer.replay.proof import weights_proof
 from rlbuffer.worker.samplers.base import Sampling
 from rlbuffer.worker.samplers.decoding import Decoder
@@ -104,9 +105,9 @@ def test_a_run_at_work_is_proved_by_its_archive(homes: dict[str, Path]) -> None:
     found = replace(failure("weights"), problem=Problem(kind=Trouble.STUCK_WEIGHTS, step=STEPS, detail=""))
 
     def told(folder: Path | None) -> tuple[str, str]:
-        first, proof = of_run([found], lambda: folder)
+        first, second = of_run([found], lambda: folder)
         assert first is found
-        return str(proof.level), proof.text
+        return str(second.level), second.text
 
     level, text = told(homes["stuck"] / "archive")
     assert level == "failure"
@@ -153,15 +154,46 @@ def test_without_the_version_that_sampled_nothing_is_proved_and_what_lacks_is_na
         shutil.move(away, kept)
 
 
+def test_versions_that_are_kept_but_were_not_scored_are_counted_and_named(
+    homes: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Six versions are kept of such a short run. Of three the spread takes 0, 2 or 3, and 5; version 1 has sampled.
+    monkeypatch.setattr(proof, "MOST_VERSIONS", 3)
+    archive = Archive(homes["stuck"] / "archive")
+    found = weights_proof(archive, STEPS, STEPS)
+    scored = [fit.version for fit in found.fits]
+    assert len(scored) == 3
+    assert sorted([*scored, *found.further]) == [*range(STEPS)]
+    assert found.to_score == (*found.further, found.said)
+    assert "None of the 3 versions that were scored has sampled them; not scored, but kept: 3 other older" in str(found)
+    _, text = doctor(homes["stuck"], capsys)["weights"]
+    assert f"--score {STEPS} --versions {','.join(map(str, found.to_score))}" in text
+    # What it says to type finds the version that has sampled.
+    main(["replay", str(archive.folder), "--score", str(STEPS), "--versions", ",".join(map(str, found.to_score))])
+    assert "Version 5 is said to have sampled tokens that version 1 fits better" in capsys.readouterr().out
+
+
+def test_a_score_says_that_none_of_its_versions_has_sampled_and_which_to_try(
+    homes: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["replay", str(homes["stuck"] / "archive"), "--score", str(STEPS), "--versions"]
+    main([*command, "4,5"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "None of these has sampled what version 5 is said to have sampled: from version" in text
+    assert "Others are kept: try --versions 0,1,2,3" in text
+    main([*command, "1,5"])
+    assert "None of these has sampled" not in capsys.readouterr().out
+
+
 def test_what_a_sound_sampler_has_sampled_is_its_own(
     homes: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = homes["sound"]
     assert [*doctor(home, capsys)] == ["learning"]
     for step in range(1, STEPS + 1):
-        proof = weights_proof(Archive(home / "archive"), 1, step)
-        assert proof.has_arrived
-        assert proof.other is None
-        assert (proof.step, proof.said) == (step, step - 1)
+        shown = weights_proof(Archive(home / "archive"), 1, step)
+        assert shown.has_arrived
+        assert shown.other is None
+        assert (shown.step, shown.said) == (step, step - 1)
     main(["replay", str(home / "archive"), "--score", str(STEPS), "--versions", "0,1,2,3,4,5"])
     assert "is said to have sampled" not in capsys.readouterr().out
