@@ -188,10 +188,10 @@ def _beginning(checkpoints: Path, first: int) -> tuple[int, Path | None]:
     before = [step for step in there if step < first]
     if first == 1 or not before:
         if first > 1:
-            what = f"there are those of steps {', '.join(map(str, there))}" if there else "there is none"
+            others = f": there are those of steps {', '.join(map(str, there))}" if there else ""
             raise CheckpointError(
                 f"step {first} is trained behind the checkpoint of step {first - 1}, or an older one from which it is "
-                f"trained on, and {checkpoints} has none: {what}. Keep more of them (trainer.checkpoint.keep), name "
+                f"trained on, and {checkpoints} has none{others}. Keep more of them (trainer.checkpoint.keep), name "
                 "another folder with --checkpoints, or begin with step 1"
             )
         return 0, None

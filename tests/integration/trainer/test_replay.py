@@ -98,7 +98,7 @@ def test_a_hole_a_missing_checkpoint_and_steps_that_are_not_there_are_named(
         there = rf"no step lies from {first} to {to}: the archive has 1 to \d+, trained to {STEPS}"
         with pytest.raises(ArchiveError, match=there):
             training.planned(folder, first=first, last=last)
-    with pytest.raises(CheckpointError, match=r"step 2 is trained behind the checkpoint of step 1, .* there is none"):
+    with pytest.raises(CheckpointError, match=r"step 2 is trained behind the checkpoint of step 1, .* has none\. Keep"):
         training.planned(folder, first=2, checkpoints=tmp_path)
     holed = tmp_path / "holed"
     shutil.copytree(folder, holed)
