@@ -16,6 +16,7 @@ from rlbuffer.archive.decisions import RecordedPush, entry_order, recorded_commi
 from rlbuffer.archive.library import DroppedGroup
 from rlbuffer.batcher.age import oldest_version
 from rlbuffer.config.batcher import WAITING, BatcherConfig
+from rlbuffer.config.explain import meant_by
 from rlbuffer.config.losses import needs_advantage
 from rlbuffer.config.recorded import settings_of
 from rlbuffer.errors import ArchiveError, ConfigError
@@ -298,7 +299,10 @@ def changed(config: BatcherConfig, changes: Mapping[str, Any]) -> BatcherConfig:
             raise ConfigError(f"{setting}: {UNKNOWN[section]}", setting=setting)
         name, _, rest = name.partition(".")
         if section != "batcher" or name not in values:
-            raise ConfigError(f"{setting} is no setting of the batcher: those are what is asked", setting=setting)
+            raise ConfigError(
+                f"{setting} is not a setting of [batcher], which is what can be asked about.{meant_by(setting)}",
+                setting=setting,
+            )
         if name in DECIDED_BY_CONTENT:
             raise ConfigError(f"{setting}: {REWARDS}", setting=setting)
         if rest:

@@ -196,8 +196,8 @@ def test_a_task_that_was_under_way_when_the_record_ended_takes_longer_than_that(
         ("worker.a.sampler", "sampler"),
         ("gateway.engines", "engines"),
         ("batcher.flat", "rewards"),
-        ("batcher.maximal_age", "no setting"),
-        ("max_age", "no setting"),
+        ("batcher.maxage", r"is not a setting of \[batcher\].* Did you mean batcher.max_age\?"),
+        ("max_age", r"is not a setting of \[batcher\].* Did you mean batcher.max_age\?"),
     ],
 )
 def test_what_cannot_be_known_is_refused_by_name(setting: str, why: str) -> None:
