@@ -74,7 +74,9 @@ class ArchiveWriter:
                 table = file.read(columns=["digest"])
             there = table.schema.metadata.get(RUN_KEY, b"").decode()
             if there != run:
-                raise ArchiveError(f"{folder} holds the archive of run {there!r}, not of {run!r}: give each its own")
+                raise ArchiveError(
+                    f"{folder} holds the archive of run {there!r}, not of {run!r}. Give each run its own archive.dir"
+                )
             self.digests |= set(table.column("digest").to_pylist())
         history = history_names(folder)
         self.history_place = "{}-{}".format(*history[-1][1]) if history else "0-0"

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rlbuffer.daemon.memory_rules import WATCH_SHARE
-from rlbuffer.errors import LeaseLost, RunGone, ServerRefused, ServerUnreachable
+from rlbuffer.errors import LeaseLost, RlbufferError, RunGone, ServerRefused, ServerUnreachable
 from rlbuffer.process.logs import fields
 from rlbuffer.process.room import FULL, lack_of_room, state_of
 from rlbuffer.records.waiting import Problem, Trouble
@@ -193,9 +193,11 @@ class Archiving:
 
     def _stuck(self, error: Exception) -> None:
         if self.folder is not None and (lack := lack_of_room(error)) in FULL:
-            trouble = state_of(self.folder, lack)
+            trouble = f"{state_of(self.folder, lack)}. Make room there"
         elif isinstance(error, OSError):
             trouble = f"{self.folder}: {error.strerror or error}"
+        elif isinstance(error, RlbufferError):
+            trouble = str(error)
         else:
             trouble = f"{type(error).__name__}: {error}"
         self._retry_at = time.monotonic() + self._pause

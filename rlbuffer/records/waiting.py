@@ -552,8 +552,7 @@ def _problem(p: Problem) -> str:
             )
         case Trouble.ARCHIVE:
             return (
-                f"The archive cannot be written ({p.detail}): steps go unarchived once the server's memory is short. "
-                "Make room there."
+                f"The archive cannot be written, and steps go unarchived once the server's memory is short: {p.detail}."
             )
         case Trouble.NO_LESSON:
             return (

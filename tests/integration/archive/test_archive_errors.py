@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from dataclasses import replace
@@ -28,6 +29,7 @@ from rlbuffer.store.records import PartRollout
 from rlbuffer.testing import make_group
 from rlbuffer.wire.encoding import joined
 from rlbuffer.wire.payload import decode, encode_push
+from rlbuffer_cli.main import main
 
 pytest_plugins = ["store_fixtures"]
 
@@ -60,6 +62,19 @@ def test_a_file_that_is_torn_or_of_another_format_is_neither_read_nor_added_to(a
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ArchiveError, match=f"{re.escape(str(file))} cannot be read: "):
         _ = Archive(archive.folder).steps
+
+
+def test_the_folder_of_another_run_is_not_added_to_and_the_cure_is_a_folder_of_its_own(archive: Archive) -> None:
+    with pytest.raises(ArchiveError, match=r"not of 'other'\. Give each run its own archive\.dir$"):
+        ArchiveWriter(archive.folder, "other")
+
+
+def test_doctor_says_who_keeps_the_records_that_an_archive_lacks(
+    archive: Archive, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--archive", str(archive.folder), "--json"]) == 0
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (found["level"], "reader.add_record" in found["fix"]) == ("warning", True)
 
 
 def test_what_a_writer_that_died_has_left_is_swept_and_written_again(run: Run, archive: Archive) -> None:
