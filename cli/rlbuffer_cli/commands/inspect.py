@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
+from rlbuffer.errors import NotFound, clause
+from rlbuffer.state.text import did_you_mean
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say
 from rlbuffer_cli.session import open_run
@@ -95,7 +99,7 @@ def command(
     is_table = what is None or what in VIEWS
     if not is_table or what in (None, GROUPS.name):
         parse(where)  # a typing mistake needs no server
-    with open_run(given) as buffer:
+    with open_run(given) as buffer, _naming_tables(what or ""):
         run = WholeRun(buffer, archive)
         if tokenizer is not None:
             run.texts = _texts(tokenizer)
@@ -112,6 +116,20 @@ def command(
             target = sheets.read(run, target, 0).target
         clear()
         return browse(run, opens=target, where=where if not is_table or target.name == GROUPS.name else "")
+
+
+@contextmanager
+def _naming_tables(what: str) -> Iterator[None]:
+    """Adds the tables to the error that a word finds nothing: without the dot of a ticket's id it may mean one."""
+    from rlbuffer_cli.tables import VIEWS
+
+    try:
+        yield
+    except NotFound as error:
+        if not what.isalpha():
+            raise
+        tables = did_you_mean(what, VIEWS, otherwise=f" The tables are {', '.join(VIEWS)}.")
+        raise NotFound(f"{clause(error)}.{tables}") from error
 
 
 def _target(what: str, other: str | None, where: str) -> Target:

@@ -101,6 +101,14 @@ def test_a_rollout_of_another_group_is_not_compared_with_one_of_this(run: Run, c
     assert "they part at token 0" in call("a.12/0", "1")[1]
 
 
+def test_a_word_that_finds_nothing_may_be_a_table(run: Run, call: Call) -> None:
+    code, _, err = call("drft")
+    assert (code, "Did you mean drift?" in err) == (1, True)
+    code, _, err = call("nothing")
+    assert (code, "The tables are groups, steps, " in err) == (1, True)
+    assert "tables" not in call("a.99")[2]  # an id
+
+
 def test_a_missing_rollouts_error_says_how_many_more_than_it_names_there_are(run: Run, call: Call) -> None:
     run.push("d.0", size=12)
     known = ", ".join(f"d.0/{i}" for i in range(8))
