@@ -60,6 +60,8 @@ RAISE = (
 
 STEADY = frozenset({"persistence"})
 """Checks whose words hold no number that moves."""
+SHOWN_RUNS = 8
+"""Runs of a server that are named, the newest."""
 LOOK_SECONDS = 5.0
 """A run that goes on looks again later: it does not stand still for a server that loads."""
 
@@ -336,7 +338,10 @@ def run(c: Context) -> Iterator[Finding]:
     try:
         meta = store.meta()
     except RunGone:
-        yield ok(f'no run "{name}" is there yet; schema {SCHEMA}')
+        text = f'no run "{name}" is there yet; schema {SCHEMA}'
+        newest = ", ".join(sorted(names, key=lambda each: -names[each])[:SHOWN_RUNS])
+        fix = f"Name one that is there ({newest}); a new one begins with `rlbuffer serve`"
+        yield warning(text, fix=fix) if names else ok(text)
         return
     yield ok(f'"{name}" is at step {meta.step}; schema {meta.schema}')
     if meta.error:

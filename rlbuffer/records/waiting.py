@@ -6,6 +6,7 @@ that says it, as a map of the fields that are set.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Self, cast
@@ -232,7 +233,15 @@ class Problem(_Said):
         return self.kind, self.env
 
     def __str__(self) -> str:
-        return _problem(replace(self, detail=clause(self.detail)))
+        return self.in_words()
+
+    def in_words(self, archive: str = "") -> str:
+        """The sentence, with the command that shows more of it.
+
+        `archive`: the folder that the problem was found in, with a slash; then the command needs no server.
+        """
+        sentence, look = _problem(replace(self, detail=clause(self.detail))), _look(self, archive)
+        return f"{sentence} Look: `rlbuffer {look}`." if look else sentence
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
@@ -573,33 +582,56 @@ def _problem(p: Problem) -> str:
             | Trouble.OTHER_SAMPLING
         ):
             what, cure = _OF_SAMPLER[p.kind]
-            return f"{what}, by steps {p.step - 1} and {p.step}: {p.detail}. {cure} Look: `rlbuffer inspect drift`."
+            return f"{what}, by steps {p.step - 1} and {p.step}: {p.detail}. {cure}"
         case Trouble.RATE_TOO_HIGH:
             return (
                 f"The learning rate is far too high, by steps {p.step - 1} and {p.step}: {p.detail}. Lower "
-                "trainer.optimizer.learning_rate, and go back to a checkpoint before it. Look: `rlbuffer inspect "
-                "drift`."
+                "trainer.optimizer.learning_rate, and go back to a checkpoint before it."
             )
         case Trouble.COLLAPSED:
             return (
                 f"The policy gives one answer, by steps {p.step - 1} and {p.step}: {p.detail}. If that reward is the "
                 "best there is, end the run; else go back to a checkpoint before it, and lower the learning rate or "
-                "raise trainer.loss.entropy_bonus. Look: `rlbuffer plot entropy`."
+                "raise trainer.loss.entropy_bonus."
             )
         case Trouble.CONSTANT_REWARD:
             return (
                 f"Nothing tells rollouts of {p.env} apart, by steps {p.step - 1} and {p.step}: {p.detail}. If that is "
-                "the best there is, take harder prompts; else mend what scores them. Look: `rlbuffer inspect --where "
-                f"'env:{p.env}'`."
+                "the best there is, take harder prompts; else mend what scores them."
             )
         case Trouble.TRUNCATION:
             return (
                 f"Answers of {p.env} are cut off, by steps {p.step - 1} and {p.step}: {p.detail}. Raise its "
-                "max_new_tokens, see that its stop tokens are the model's, or that the reward does not pay for length. "
-                f"Look: `rlbuffer inspect --where 'env:{p.env} stop:length'`."
+                "max_new_tokens, see that its stop tokens are the model's, or that the reward does not pay for length."
             )
         case Trouble.UNREADABLE:
             return (
                 f"{p.count} entries of the run cannot be read and are left out, the first: {p.detail}. Find who else "
                 "writes to this server, and remove them there."
             )
+
+
+def _look(p: Problem, archive: str) -> str:
+    """The command behind `rlbuffer` that shows more of a problem; "" where there is none."""
+    folder, where = shlex.quote(archive) if archive else "", f"env:{p.env}"
+    match p.kind:
+        case (
+            Trouble.SAMPLER_NUMERICS
+            | Trouble.STUCK_WEIGHTS
+            | Trouble.OTHER_TEMPERATURE
+            | Trouble.SUPPORT_MISSING
+            | Trouble.OTHER_SAMPLING
+            | Trouble.RATE_TOO_HIGH
+        ):
+            return f"plot drift.0.rms {folder}" if folder else "inspect drift"
+        case Trouble.COLLAPSED:
+            return f"plot entropy {folder}".rstrip()
+        case Trouble.CONSTANT_REWARD | Trouble.TRUNCATION:
+            if p.kind is Trouble.TRUNCATION:
+                where += " stop:length"
+            return (
+                f"export --archive {folder} --where '{where}' -o groups.html"
+                if folder
+                else f"inspect --where '{where}'"
+            )
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -140,6 +141,9 @@ def test_two_steps_beyond_a_bound_are_a_cause_with_its_numbers_and_what_to_look_
     assert number in str(problem)
     assert "by steps 9 and 10" in str(problem)
     assert "Look: `rlbuffer " in str(problem)
+    *_, look = problem.in_words("/data/my run/").partition(" Look: `rlbuffer ")
+    # Needs no server: what it reads is the archive.
+    assert re.fullmatch(r"(plot \S+|export --archive) '/data/my run/'( --where '.*' -o groups.html)?`\.", look), look
     assert kind not in kinds(run_of(beyond[0])) + kinds(run_of(beyond[0], {}, beyond[1], clean=7))
     assert kinds(run_of(*within)) == []
 

@@ -24,7 +24,7 @@ LEVEL_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 
 @options.command("doctor")
-@options.common
+@options.common_of_run
 @options.purpose
 @click.option(
     "--archive", type=click.Path(path_type=Path), metavar="DIR", help="Look at the steps of an archive alone."
@@ -119,16 +119,16 @@ def _of_archive(folder: Path) -> Iterator[Finding]:
     found = _spells(archive)
     for spell in found:
         problem = spell.problem
-        text = f"named in steps {spell.first} to {spell.last}. {printable(str(problem))}"
+        text = f"named in steps {spell.first} to {spell.last}. {printable(problem.in_words(f'{archive.folder}/'))}"
         yield replace((failure if problem.kind in WRONG else warning)(text), check="learning")
         if problem.kind in OF_WEIGHTS:
             yield _proof(archive, spell)
     if not found:
         records = archive.trained
         measured = sum(bool(record.get("drift")) for record in records)
-        says = ok if measured else warning
         text = f"{plural(len(records), 'trained step')}, {measured} measured by the age of tokens; no cause is named"
-        yield replace(says(text), check="learning")
+        fix = "`rlbuffer train` records it; a trainer of your own does with reader.add_record"
+        yield replace(ok(text) if measured else warning(text, fix=fix), check="learning")
 
 
 def _proof(archive: Archive, spell: Spell) -> Finding:

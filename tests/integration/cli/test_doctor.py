@@ -218,6 +218,19 @@ def test_a_sound_host_and_server_have_no_trouble(place: Place, call: Call) -> No
     }
 
 
+def test_a_run_that_is_not_there_is_a_warning_with_those_that_are(place: Place, call: Call) -> None:
+    server = place.server()
+    missing = ("--redis", server.url, "--run", "nosuch")
+    assert 'ok       run             no run "nosuch" is there yet' in call(*missing)[1]  # the first one is to begin
+    for name in ("math", "code"):
+        with rlbuffer.connect(server.url, run=name) as buffer:
+            buffer.store.role(Member).open_run()
+    records = map(json.loads, call(*missing, "--json")[1].splitlines())
+    (found,) = (record for record in records if record["check"] == "run")
+    assert found["level"] == "warning"
+    assert "code, math" in found["fix"] or "math, code" in found["fix"]
+
+
 def test_looking_starts_no_server_and_makes_no_folder(place: Place, call: Call) -> None:
     code, out, _ = call()
     assert (code, list(place.folder.iterdir())) == (0, [])

@@ -92,6 +92,8 @@ def test_old_weights_under_a_new_number_are_proved_by_the_version_that_sampled(
     found = doctor(home, capsys)
     assert found["learning"][0] == "failure"
     assert "New weights do not arrive in the sampler" in found["learning"][1]
+    assert f"Look: `rlbuffer plot drift.0.rms {home / 'archive'}/`." in found["learning"][1]
+    assert main(["plot", "drift.0.rms", f"{home / 'archive'}/"]) == 0
     level, text = found["weights"]
     assert level == "failure"
     sampled = f"256 tokens of step {STEPS} that version {STEPS - 1} is said to have sampled are those of version 1: "
