@@ -254,8 +254,9 @@ def _drawn_otherwise(records: Sequence[StepRecord]) -> str:
         mean, error = total / tokens, math.sqrt(variance) / tokens
         if error and abs(mean) > max(SURPRISED_NATS, SURPRISED_ERRORS * error):
             side = "less" if mean < 0 else "more"
+            where = f"over {count} steps" if count > 1 else f"in step {record.step} alone"
             return (
-                f"over {count} step{'s' * (count > 1)} a token surprises by {abs(mean):.3f} nats {side} than the "
+                f"{where} a token surprises by {abs(mean):.3f} nats {side} than the "
                 f"entropy ({abs(mean) / error:.1f} standard errors, {tokens:,.0f} tokens of age 0)"
             )
     return ""

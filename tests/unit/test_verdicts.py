@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Trouble, tuple[Mapping[str, Any], Mapping[str, Any]], tup
         Trouble.OTHER_SAMPLING,
         ({"surprise": -0.25},) * 2,
         ({"surprise": -0.1},) * 2,
-        "0.250 nats less than the entropy",
+        "in step 10 alone a token surprises by 0.250 nats less than the entropy",
     ),
     "rate": (
         Trouble.RATE_TOO_HIGH,
