@@ -188,7 +188,7 @@ class Viewer(Session):
         the trainer measured in its steps (:meth:`~rlbuffer.store.trainer.TrainerStore.add_record`)."""
         key = self.keys.history if of == "history" else self.keys.records
         reply = self.look(lambda client: client.xrevrange(key, count=count))
-        return [_record_or_why(entry_id, fields) for entry_id, fields in ranged(reply)]
+        return [{**_record_or_why(fields), "at": _seconds(entry_id)} for entry_id, fields in ranged(reply)]
 
     def is_led(self) -> bool:
         """True when a batcher holds the lease."""
@@ -448,7 +448,7 @@ class Viewer(Session):
         raise_first([reply, here])  # of a history that never was there are no facts
         # The stream is trimmed at its front. Where it never was, nothing is lost, whatever is not there.
         is_trimmed = isinstance(facts, dict) and int(facts.get("entries-added", 0)) > int(facts.get("length", 0))
-        records = [(entry_id, _record_or_why(entry_id, fields)) for entry_id, fields in ranged(reply)]
+        records = [(entry_id, _record_or_why(fields)) for entry_id, fields in ranged(reply)]
         return HistoryPage(records=tuple(records), is_cut=is_trimmed and not here)
 
     def dropped_payloads(self, group_ids: Sequence[str]) -> dict[str, list[str]]:
@@ -480,18 +480,22 @@ class Viewer(Session):
 
 def record_of(entry_id: str, fields: Fields) -> Mapping[str, Any]:
     """The record in an entry of a history, with ``at``, Unix seconds. Raises PayloadError."""
+    return {**_record_in(fields), "at": _seconds(entry_id)}
+
+
+def _record_or_why(fields: Fields) -> Mapping[str, Any]:
+    """The record, or why it cannot be read, as ``detail``: it must not end who reads those beside it."""
+    try:
+        return _record_in(fields)
+    except PayloadError as error:
+        return {"detail": str(error)}
+
+
+def _record_in(fields: Fields) -> dict[str, Any]:
     record = payload.loads(fields.get(b"record", b""), limit=MAX_HISTORY_BYTES)
     if not isinstance(record, dict):
         raise PayloadError(f"a {type(record).__name__}, not a record")
-    return {**record, "at": _seconds(entry_id)}
-
-
-def _record_or_why(entry_id: str, fields: Fields) -> Mapping[str, Any]:
-    """The same, or why it cannot be read, as ``detail``: it must not end who reads those beside it."""
-    try:
-        return record_of(entry_id, fields)
-    except PayloadError as error:
-        return {"detail": str(error), "at": _seconds(entry_id)}
+    return record
 
 
 def _seconds(entry_id: str) -> float:
