@@ -373,7 +373,7 @@ class LeaderStore(TicketStore):
             except StepRetired:
                 raise LeaseLost(f"step {plan.step} was trained and retired meanwhile: another leads this run") from None
             if header is None:
-                raise self.unexpected("commit", reply)
+                raise LeaseLost(f"step {plan.step} was committed, and the server has lost it since: read all again")
             return CommitStatus.DUPLICATE, header
         if status == "GONE":
             return CommitStatus.GONE, [text(entry_id) for entry_id in reply[1:]]
