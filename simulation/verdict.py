@@ -15,6 +15,8 @@ from simulation.scheduler import Process
 
 PROGRESS_SECONDS = 10.0
 """I12: the next step comes within this after the last fault has healed."""
+SLOW_TASK_SECONDS = 20.0
+"""And this, where some tasks take ten times as long: all workers may be in one, and the next may be one again."""
 LAST_SECONDS = 30.0
 """The same for the end of a run whose data ends: all that is left, step by step."""
 
@@ -22,7 +24,9 @@ LAST_SECONDS = 30.0
 def goes_on(trainer: Trainer, world: World) -> None:
     """Two more steps, each within the time allowed; what stands still meanwhile wakes up in it."""
     invariants, scheduler, config = world.invariants, world.scheduler, world.plan.config
-    longest = PROGRESS_SECONDS + (config.slow_wait_seconds if config.slow == "wait" else 0.0)
+    longest = PROGRESS_SECONDS
+    if config.slow == "wait":
+        longest += SLOW_TASK_SECONDS + config.slow_wait_seconds
     for _ in range(2):
         target = trainer.trained + 1
         done = scheduler.run(
