@@ -615,14 +615,7 @@ def _look(p: Problem, archive: str) -> str:
     """The command behind `rlbuffer` that shows more of a problem; "" where there is none."""
     folder, where = shlex.quote(archive) if archive else "", f"env:{p.env}"
     match p.kind:
-        case (
-            Trouble.SAMPLER_NUMERICS
-            | Trouble.STUCK_WEIGHTS
-            | Trouble.OTHER_TEMPERATURE
-            | Trouble.SUPPORT_MISSING
-            | Trouble.OTHER_SAMPLING
-            | Trouble.RATE_TOO_HIGH
-        ):
+        case kind if kind in _OF_SAMPLER or kind is Trouble.RATE_TOO_HIGH:
             return f"plot drift.0.rms {folder}" if folder else "inspect drift"
         case Trouble.COLLAPSED:
             return f"plot entropy {folder}".rstrip()
