@@ -21,7 +21,9 @@ from rlbuffer.gateway.engines.fleet import Fleet
 from rlbuffer.gateway.experts import counts_of
 from rlbuffer.gateway.service import Gateway
 from rlbuffer.records.rollout import Rollout
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.store.gateway import GatewayStore
+from rlbuffer.store.open_rollouts import OpenCall
 
 TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 
@@ -241,3 +243,14 @@ def engine_samples(engine: FakeEngine) -> list[tuple[bytes, bytes]]:
         (np.array(sample.prompt, np.int32).tobytes(), np.array(sample.tokens, np.int32).tobytes())
         for sample in engine.samples
     ]
+
+
+def sampled(tokens: int) -> OpenCall:
+    """A conversation of one call."""
+    return OpenCall(
+        prompt=np.array([1, 2], np.int32),
+        tokens=np.full(tokens, 7, np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        version_spans=(VersionSpan(0, 0, tokens),),
+        details={"message": {"role": "assistant", "content": ""}},
+    )

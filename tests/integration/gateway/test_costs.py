@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,13 +11,6 @@ from gateway_stage import Stage
 
 from rlbuffer.gateway import answering
 from rlbuffer.store.gateway import GatewayStore
-
-
-@pytest.fixture
-def stage(redis_url: str, run_name: str) -> Iterator[Stage]:
-    made = Stage(redis_url, run_name)
-    yield made
-    made.close()
 
 
 def test_a_call_asks_as_often_and_reads_its_own_conversation_alone_however_much_was_said(

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,6 @@ said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
 print("it said", said)
 print(json.dumps({"reward": float(said == "task " + os.environ["TASK_NUMBER"]), "rewards": {"index": 0.5}}))
 """
-
-
-@pytest.fixture
-def stage(redis_url: str, run_name: str) -> Iterator[Stage]:
-    made = Stage(redis_url, run_name)
-    yield made
-    made.close()
 
 
 def played(stage: Stage, program: str, *, rollouts: int = 2, **more: Any) -> list[Rollout]:
