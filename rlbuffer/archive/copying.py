@@ -159,7 +159,7 @@ def _of_drops(store: Viewer, drops: Mapping[str, Sequence[_Drop]]) -> Iterator[l
     for group_id, payload_keys in keys.items():
         places = {key: _place_of(key, drops[group_id]) for key in payload_keys if key not in used}
         for place, (drop, record) in enumerate(drops[group_id]):
-            for key in (key for key, its_place in places.items() if its_place == place):
+            for key in (key for key, number in places.items() if number == place):
                 yield _of_push(drop, record, key, store.read_push_payload(key))
 
 

@@ -114,22 +114,22 @@ def detail_of(
     if view.state is State.DROPPED and view.step is None:
         keys = store.dropped_payloads([view.group_id]) if dropped is None else dropped
         return _dropped_detail(view, list(dropped_pushes(store, view, keys.get(view.group_id, ()), [])))
-    its = InStep(step=-1) if view.step is None else (steps or Steps(store)).read(view.step)
-    refs = stand_ins(sources) if sources or view.step is None else _named(its.parts, view.group_id, its.unused)
+    in_step = InStep(step=-1) if view.step is None else (steps or Steps(store)).read(view.step)
+    refs = stand_ins(sources) if sources or view.step is None else _named(in_step.parts, view.group_id, in_step.unused)
     rollouts = by_rollout(refs)
     payloads = iter(store.read_payloads([*chain.from_iterable(rollouts)]) if refs else [])
     members = tuple(
         rollout_view(
             sequences,
             view.step,
-            its.places.get((sequences[0].payload_key, sequences[0].index)),
+            in_step.places.get((sequences[0].payload_key, sequences[0].index)),
             [*islice(payloads, len(sequences))],
         )
         for sequences in rollouts
     )
-    members = tuple(m.changed(left_out=Reason.UNUSED) if m.rollout_id in its.unused else m for m in members)
+    members = tuple(m.changed(left_out=Reason.UNUSED) if m.rollout_id in in_step.unused else m for m in members)
     if view.step is not None and view.state is not State.DROPPED:
-        members += tuple(_left_out(store, its.header, refs))
+        members += tuple(_left_out(store, in_step.header, refs))
         view = replace(view, detail=left_out_in_words(members))
     answer, metadata = _group_payload(store, refs)
     return GroupDetail(view=view, members=members, answer=answer, metadata=metadata)

@@ -179,8 +179,8 @@ def encoded_parts(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str 
     ids, named = _names(plan.rollouts)
     table = _table(plan)
     for rank in range(layout.world_size):
-        its_rows = [micro_step[rank] for micro_step in layout.rows]
-        order = [*chain.from_iterable(chain.from_iterable(its_rows))]
+        rank_rows = [micro_step[rank] for micro_step in layout.rows]
+        order = [*chain.from_iterable(chain.from_iterable(rank_rows))]
         part_table = table.take(order, axis=0).view(PART_ROW).reshape(-1)
         sources, part_table["source"] = _numbered(part_table["source"].astype(np.int64))
         part = _Part(
@@ -192,7 +192,7 @@ def encoded_parts(plan: StepPlan, entries: Mapping[str, PoolEntry], prefix: str 
             rollouts=part_table.tobytes(),
             ids=None if ids is None else [ids[i] for i in order],
             rewards=None if named is None else [dict(named[i]) for i in order],
-            rows=[[len(row) for row in rows] for rows in its_rows],
+            rows=[[len(row) for row in rows] for rows in rank_rows],
         )
         yield sealed(_ENCODER.encode(part))
 

@@ -140,11 +140,11 @@ class Recorded:
         times: dict[tuple[str, str], list[tuple[float, int]]] = {}
         for push in self.timed:
             seconds = push.seconds or 0.0
-            its = times.setdefault((push.info.worker, push.info.env), [])
-            its += [(push.pushed - seconds, 1), (push.pushed, -1)]
-        for (_, env), moments in sorted(times.items()):
+            moments = times.setdefault((push.info.worker, push.info.env), [])
+            moments += [(push.pushed - seconds, 1), (push.pushed, -1)]
+        for (_, env), of_worker in sorted(times.items()):
             busy, most = 0, 0
-            for _, change in sorted(moments):
+            for _, change in sorted(of_worker):
                 busy += change
                 most = max(most, busy)
             out += [env] * max(1, most)
