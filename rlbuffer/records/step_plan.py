@@ -119,6 +119,8 @@ class GroupPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def dropped(self) -> tuple[tuple[Reason, int, int], ...]:
         """(reason, rollouts, tokens) of what is left out, a row per reason."""
+        if not self.left_out:  # of nearly every entry: a large step asks thousands
+            return ()
         lengths: dict[Reason, list[int]] = {}
         for place, reason in self.left_out:
             lengths.setdefault(reason, []).append(self.info.rollouts[place].length)
