@@ -376,6 +376,7 @@ def test_a_server_that_cannot_start_says_why_with_its_log(home: Path) -> None:
 def test_a_user_of_a_home_that_was_removed_does_not_stop_the_server_of_the_new_one(home: Path) -> None:
     old = ensure(home, ServerSettings())
     os.kill(old.pid, signal.SIGKILL)
+    wait_until_dead(home)  # until then it may still write files
     shutil.rmtree(home)
     new = ensure(home, ServerSettings())
     assert not old.release()
