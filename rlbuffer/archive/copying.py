@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -67,14 +68,20 @@ def _of_step(store: Viewer, header: StepHeader, stored: StepBytes) -> Iterator[l
             group, seen = groups.pop(ref.payload_key, None), ref.payload_key
             sources.append(Source(ref=ref, data=data, group=group, step=stored.step, rank=rank, place=place))
         yield sources
-    for key, ref in {ref.payload_key: ref for ref, _, _ in places if header.left_out}.items():
-        if rejected := header.left_out.get(f"{ref.group_id}:{key.rpartition(':')[2]}", ()):
-            fields = store.read_push_payload(key)
-            refs = [replace(ref, index=index, info=_UNKNOWN, advantage=0.0) for index, _ in rejected]
-            yield [
-                Source(ref=ref, data=fields.get(str(ref.index)), step=stored.step, left_out=reason)
-                for ref, (_, reason) in zip(refs, rejected, strict=True)
-            ]
+    trained = {ref.payload_key for ref, _, _ in places}
+    left_out = store.left_out(header, [ref for ref, _, _ in places])
+    for key, rejected in groupby(left_out, key=lambda item: item[0].payload_key):
+        fields = store.read_push_payload(key)
+        # Beside its first rollout that the step trains there is the payload of the group already.
+        group = None if key in trained else fields.get(GROUP_FIELD)
+        sources = []
+        for ref, reason in rejected:
+            data = fields.get(str(ref.index))
+            sources.append(
+                Source(ref=replace(ref, info=_UNKNOWN), data=data, group=group, step=stored.step, left_out=reason)
+            )
+            group = None
+        yield sources
 
 
 def copy_history(store: Viewer, writer: ArchiveWriter) -> int:

@@ -9,7 +9,7 @@ from itertools import chain, count, islice
 from typing import Any
 
 from rlbuffer.client.group_view import GroupView, with_rollouts
-from rlbuffer.client.groups import GroupSource, every_group, left_out_of
+from rlbuffer.client.groups import GroupSource, every_group
 from rlbuffer.client.kept_pushes import dropped_pushes
 from rlbuffer.client.rollout_view import RolloutView, StepPlace, left_out_in_words, places_of, rollout_view, view_of
 from rlbuffer.errors import AmbiguousId, NotFound, PayloadError, RlbufferError, StepRetired
@@ -152,9 +152,9 @@ def _dropped_detail(view: GroupView, pushes: Sequence[Group]) -> GroupDetail:
 
 
 def _left_out(store: Viewer, header: StepHeader | None, refs: Sequence[PartRollout]) -> Iterator[RolloutView]:
-    """The rollouts that the step leaves out of these pushes, as far as their payloads can be read; one that came again
+    """The rollouts that the step leaves out of this group, as far as their payloads can be read; one that came again
     is there once."""
-    found = left_out_of(store, header, refs)
+    found = store.left_out(header, refs)
     payloads = store.read_payloads([ref for ref, _ in found]) if found else []
     reasons = dict[str, str]()
     for (_, reason), data in zip(found, payloads, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.details import stand_ins
 from rlbuffer.client.group_view import GroupView
-from rlbuffer.client.groups import left_out_of, pending_groups
+from rlbuffer.client.groups import pending_groups
 from rlbuffer.client.kept_pushes import dropped_pushes, group_of
 from rlbuffer.errors import NotFound, PayloadError, StepRetired
 from rlbuffer.records.group import Group
@@ -64,8 +64,8 @@ def _of_step(store: Viewer, step: int, group_ids: set[str], gone: list[str]) -> 
     for ref in (ref for part in parts for ref in part.rollouts):
         if ref.group_id in group_ids:
             pushes.setdefault(ref.payload_key, []).append(ref)
-    for ref, _ in left_out_of(store, header, [refs[0] for refs in pushes.values()]):
-        pushes[ref.payload_key].append(ref)
+    for ref, _ in store.left_out(header, [refs[0] for refs in pushes.values()]):
+        pushes.setdefault(ref.payload_key, []).append(ref)
     for refs in pushes.values():
         refs.sort(key=lambda ref: ref.index)
         first = refs[0]

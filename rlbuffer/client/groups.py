@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from rlbuffer.client.group_view import GroupView, consumed_view, dropped_view, pending_view
@@ -121,19 +120,6 @@ def _in_steps(
             members = groups.get(group_id, [])
             if used := [member for member in members if member.info.rollout_id not in left]:
                 yield (consumed_view(used, header, trained=trained), members), header
-
-
-def left_out_of(store: Viewer, header: StepHeader | None, refs: Sequence[PartRollout]) -> list[tuple[PartRollout, str]]:
-    """Stand-ins for the sequences that a step leaves out of the pushes of `refs`, each with the reason; none of a step
-    that is not there (None)."""
-    if header is None:
-        return []
-    pushes = {ref.payload_key: ref for ref in refs}
-    return [
-        (replace(ref, index=index, info=ref.info.changed(size=0), advantage=0.0), reason)
-        for key, ref in pushes.items()
-        for index, reason in header.left_out.get(key.removeprefix(store.keys.payload_prefix), ())
-    ]
 
 
 # -- dropped -----------------------------------------------------------------------------------------------------------

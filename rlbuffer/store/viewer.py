@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
@@ -450,6 +451,20 @@ class Viewer(Session):
         is_trimmed = isinstance(facts, dict) and int(facts.get("entries-added", 0)) > int(facts.get("length", 0))
         records = [(entry_id, _record_or_why(fields)) for entry_id, fields in ranged(reply)]
         return HistoryPage(records=tuple(records), is_cut=is_trimmed and not here)
+
+    def left_out(self, header: StepHeader | None, refs: Sequence[PartRollout]) -> list[tuple[PartRollout, str]]:
+        """Stand-ins for the sequences that a step leaves out of the groups of `refs`, each with the reason, push by
+        push; none of a step that is not there (None). Of a push of which the step trains nothing the group alone is
+        known."""
+        pushes, groups = {ref.payload_key: ref for ref in refs}, {ref.group_id: ref for ref in refs}
+        found: list[tuple[PartRollout, str]] = []
+        for name, rejected in header.left_out.items() if header is not None else ():
+            key, ref = self.keys.payload_prefix + name, groups.get(name.rpartition(":")[0])
+            if ref is not None:
+                source = pushes.get(key) or replace(ref, worker="", pushed_ms=0, entry_id="", seconds=None)
+                unread = replace(source, payload_key=key, info=source.info.changed(size=0), advantage=0.0)
+                found += [(replace(unread, index=index), reason) for index, reason in rejected]
+        return found
 
     def dropped_payloads(self, group_ids: Sequence[str]) -> dict[str, list[str]]:
         """Group id -> payload keys of its pushes that left the pool and were not swept yet."""

@@ -132,6 +132,34 @@ def test_a_rollout_that_its_group_is_trained_without_is_archived_with_the_reason
     assert (report.findings, report.checked["left_out"], report.checked["rollouts"]) == ((), 2, 4)
 
 
+def test_a_push_of_which_nothing_is_trained_is_archived_with_its_group(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file_of(monkeypatch, seconds=0.2)
+    training = Training(served)
+    whole = make_group(env="a", lengths=[8, 8, 9], group_id="a.0", prompt_id="a prompt", metadata={"topic": "sums"})
+    failed = replace(whole.rollouts[2], failure=rlbuffer.Failure("tool", "away"))
+    whole = replace(whole, rollouts=(*whole.rollouts[:2], failed), planned_size=3)
+    for rollouts in (whole.rollouts[:2], whole.rollouts[2:]):
+        training.writer.push(replace(whole, rollouts=rollouts))
+    training.step = 1
+    training.report(served.wait_for(lambda: served.run.store.wait_step(1, block_seconds=0.1), seconds=30).digest)
+    training.train()
+    served.stop()
+    archive = Archive(training.folder)
+    (left,) = archive.rollouts(1, left_out=True)
+    row = left.row
+    assert (row["left_out"], row["rollout_id"], row["group_id"], row["env"]) == ("failed", "a.0/2", "a.0", "a")
+    assert (left.rollout, row["prompt_id"]) == (failed, "a prompt")
+    pushes = pushes_of(next(archive.all_groups()).members, [])
+    assert [(push.rollouts, push.metadata) for push in pushes] == [
+        (whole.rollouts[:2], whole.metadata),
+        (whole.rollouts[2:], whole.metadata),
+    ]
+    report = check_archive(archive)
+    assert (report.findings, report.checked["left_out"], report.checked["rollouts"]) == ((), 1, 4)
+
+
 def blocked(folder: Path) -> None:
     """The folder cannot be made: a file is in its place."""
     folder.write_text("not a folder")

@@ -84,6 +84,19 @@ def test_a_rollout_that_came_again_is_seen_once(buffer: rlbuffer.Buffer) -> None
     assert buffer.ledger().total().dropped.keys() == {"failed", "duplicate"}
 
 
+def test_a_part_of_which_all_failed_is_seen_with_its_group(buffer: rlbuffer.Buffer) -> None:
+    whole = replace(group_of(0, dict.fromkeys((6, 7), FAILED[5])), planned_size=8)
+    parts = [replace(whole, rollouts=whole.rollouts[:6]), replace(whole, rollouts=whole.rollouts[6:])]
+    pulled(buffer, CONFIG, *parts)
+    detail = buffer.group("a.0")
+    assert {member.rollout_id: member.left_out for member in detail.members} == {
+        f"a.0/{i}": "failed" if i > 5 else "" for i in range(8)
+    }
+    assert detail.view.detail == "left out: 2 failed (tool 2)"
+    exported = [push.rollouts for push in export_groups(buffer, "", [])]
+    assert sorted(exported, key=len) == sorted((part.rollouts for part in parts), key=len)
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_people_see_who_failed_and_why(
     buffer: rlbuffer.Buffer, redis_url: str, run_name: str, typed: Call, is_packed: bool
