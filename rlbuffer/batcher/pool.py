@@ -31,11 +31,11 @@ from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import BatcherConfig, EnvSettings, remembered_steps
 from rlbuffer.errors import InvalidRollout
 from rlbuffer.records.info import GroupInfo
-from rlbuffer.records.states import Reason
+from rlbuffer.records.states import Reason, Trait
 from rlbuffer.records.step_plan import Drop
 
-STALE_SECONDS = 20.0
-"""An env that loses all it sends as stale for so long is told of."""
+USUAL_SECONDS = 20.0
+"""An env that loses all it sends for so long is told of, even for a reason that is usual."""
 TOMBSTONE_SECONDS = 3600.0
 """Seconds that a closed group is remembered at least, so that a late part of it is known as late; and for some
 steps."""
@@ -91,8 +91,8 @@ class EnvGroups:
         """Those that were used before count, too."""
         self.ready_rollouts = 0
         self.ready_tokens = 0
-        self.lost = ""
-        """Why the last group was dropped, while none has become ready since: an env may lose all it sends."""
+        self.lost: Drop | None = None
+        """The last drop, while no group has become ready since: an env may lose all it sends."""
         self.lost_at = 0.0
         """When the first of these was dropped, on the pool's clock."""
         self.repeated = 0
@@ -100,9 +100,11 @@ class EnvGroups:
         that trained."""
 
     def loss(self, now: float) -> str:
-        """`lost`, where that is worth a word: some stale groups are normal, and none but stale ones is not."""
-        is_passing = self.lost.startswith(f"{Reason.STALE}:") and now - self.lost_at < STALE_SECONDS
-        return "" if is_passing else self.lost
+        """Why the last group was dropped, where that is worth a word; "" elsewhere."""
+        lost = self.lost
+        if lost is None or (Trait.USUAL in lost.reason.traits and now - self.lost_at < USUAL_SECONDS):
+            return ""
+        return f"{lost.reason}: {lost.detail}"
 
     def lane(self, adapter: str) -> Lane:
         """The adapter's groups."""
@@ -472,7 +474,7 @@ class Pool:
                 return
             group.is_ready = True
             env.forming.pop(group.group_id, None)
-            env.lost, env.repeated = "", 0
+            env.lost, env.repeated = None, 0
             if self._ranks:
                 self._unranked.append(group)
         env.add(group)
@@ -501,15 +503,15 @@ class Pool:
         if not drop.rollouts:
             return
         env, group = self._groups_of(drop.env), self._groups.get(drop.group_id)
-        if drop.reason in (Reason.LATE, Reason.DUPLICATE):
+        if Trait.AGAIN in drop.reason.traits:
             if group is not None and group.is_ready:
                 return
             env.repeated += drop.rollouts
             if env.repeated + (0 if group is None else group.arrived) < planned_size:
                 return
-        if not env.lost:
+        if env.lost is None:
             env.lost_at = self.now
-        env.lost = f"{drop.reason}: {drop.detail}"
+        env.lost = drop
 
     def _withdraw(self, entry_id: str) -> None:
         """An entry that is gone cannot be dropped any more; what else its drop holds still must be."""

@@ -38,6 +38,12 @@ class Trait(Enum):
     TOO_LATE = auto()
     """What it drops came too late: whether long rollouts are lost goes by it. The others say something of what a group
     holds."""
+    USUAL = auto()
+    """Some groups of a sound env are dropped so: people are told only of an env that loses nothing but these, for a
+    while."""
+    AGAIN = auto()
+    """What it drops came again, or to a group that wants no more: fewer rollouts than a group has are stragglers of one
+    that trained."""
     OF_OTHERS = auto()
     """The batcher alone does not decide it: when decisions are made again (`rlbuffer.what_if`), such a drop is taken as
     it was."""
@@ -54,7 +60,7 @@ class Reason(StrEnum):
         made._value_, made.traits = value, traits
         return made
 
-    STALE = "stale", Trait.CLOSES, Trait.TOO_LATE
+    STALE = "stale", Trait.CLOSES, Trait.TOO_LATE, Trait.USUAL
     """It is older than its env's `max_age` or `max_age_seconds` allow, or the run ends and no step can hold it."""
     FUTURE = "future", Trait.CLOSES
     """A version newer than the step could train has sampled it."""
@@ -68,9 +74,9 @@ class Reason(StrEnum):
     """It is malformed, has no reward, or holds a number that cannot be trained."""
     FAILED = "failed", Trait.INSTEAD
     """It is an attempt that failed, and has no reward."""
-    LATE = "late", Trait.TOO_LATE
+    LATE = "late", Trait.TOO_LATE, Trait.AGAIN
     """Its group was whole or closed when it arrived."""
-    DUPLICATE = "duplicate"
+    DUPLICATE = "duplicate", Trait.AGAIN
     """The same rollout came before."""
     VOID = "void", Trait.CLOSES, Trait.OF_OTHERS
     """Its step was taken back, or it cannot be trained again."""

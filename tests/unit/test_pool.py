@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rlbuffer.batcher.pool import TOMBSTONE_SECONDS, Pool
+from rlbuffer.batcher.pool import TOMBSTONE_SECONDS, USUAL_SECONDS, Pool
 from rlbuffer.batcher.teaching import Teaching
 from rlbuffer.config.batcher import REMEMBERED_STEPS, BatcherConfig
+from rlbuffer.records.states import Reason
+from rlbuffer.records.step_plan import Drop
 from rlbuffer.testing import make_group
 
 
@@ -96,9 +98,21 @@ def test_rollouts_that_came_again_are_said_once_their_group_would_be_whole_with_
     for number in range(1 + again):
         made.add(part, f"g-{number}", 0.0)
     assert reasons(made) == [("g", "duplicate")] * again
-    assert made.env("a").lost == ("duplicate: rollout g/0 came before" if is_said else "")
+    assert made.env("a").loss(made.now) == ("duplicate: rollout g/0 came before" if is_said else "")
     add(made, "h")
-    assert made.env("a").lost == ""
+    assert made.env("a").loss(made.now) == ""
     add(made, "h", entry="h-1")
     assert ("h", "late") in reasons(made) or ("h", "duplicate") in reasons(made)
-    assert made.env("a").lost == "", "h is ready, and waits for nothing"
+    assert made.env("a").loss(made.now) == "", "h is ready, and waits for nothing"
+
+
+@pytest.mark.parametrize("reason", [Reason.STALE, Reason.FLAT, Reason.INVALID])
+def test_what_an_env_loses_is_said_at_once_unless_some_of_it_is_usual(reason: Reason) -> None:
+    made = pool()
+    made.advance(5.0, 1)
+    made.lose(Drop("g", "a", reason, rollouts=2, tokens=20, detail="why"))
+    made.advance(5.0 + USUAL_SECONDS - 0.1, 1)
+    made.lose(Drop("h", "a", reason, rollouts=2, tokens=20, detail="again"))
+    assert made.env("a").loss(made.now) == ("" if reason is Reason.STALE else f"{reason}: again")
+    made.advance(5.0 + USUAL_SECONDS, 1)
+    assert made.env("a").loss(made.now) == f"{reason}: again"
