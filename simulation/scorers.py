@@ -36,7 +36,7 @@ def scorer(host: Host, index: int, process: Process) -> None:
     while True:
         if store.losses() != real._losses:
             real._forget()
-        real._look()
+        real._read_pool()
         claimed = real._claim()
         if not claimed:
             world.scheduler.wait(SCORER_POLL_SECONDS)

@@ -83,7 +83,7 @@ class Loader:
     async def _run(self) -> None:
         while True:
             try:
-                await self._look()
+                await self._load_new()
                 self.trouble = ""
             except Exception as error:
                 told = str(error) if isinstance(error, RlbufferError) else type(error).__name__
@@ -92,7 +92,7 @@ class Loader:
                 self.trouble = told
             await asyncio.sleep(LOOK_SECONDS * _RANDOM.uniform(0.5, 1.5))
 
-    async def _look(self) -> None:
+    async def _load_new(self) -> None:
         policy = await in_thread(self._store.policy)
         if policy.version < 0 or not policy.location:
             return

@@ -108,7 +108,7 @@ async def _done(work: Callable[[], T], begin: Callable[[Callable[[], None]], thr
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[list[T], BaseException | None]] = loop.create_future()
 
-    def settle(value: list[T], error: BaseException | None) -> None:
+    def finish(value: list[T], error: BaseException | None) -> None:
         if not outcome.done():
             outcome.set_result((value, error))
 
@@ -120,7 +120,7 @@ async def _done(work: Callable[[], T], begin: Callable[[Callable[[], None]], thr
         except BaseException as raised:  # whatever it is, it belongs to whoever awaits this
             error = raised
         with suppress(RuntimeError):  # the loop is closed: nobody awaits it any more
-            loop.call_soon_threadsafe(settle, value, error)
+            loop.call_soon_threadsafe(finish, value, error)
 
     thread = begin(run)
     try:

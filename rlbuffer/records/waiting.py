@@ -240,8 +240,8 @@ class Problem(_Said):
 
         `archive`: the folder that the problem was found in, with a slash; then the command needs no server.
         """
-        sentence, look = _problem(replace(self, detail=clause(self.detail))), _look(self, archive)
-        return f"{sentence} Look: `rlbuffer {look}`." if look else sentence
+        sentence, command = _problem(replace(self, detail=clause(self.detail))), _command(self, archive)
+        return f"{sentence} Look: `rlbuffer {command}`." if command else sentence
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
@@ -611,7 +611,7 @@ def _problem(p: Problem) -> str:
             )
 
 
-def _look(p: Problem, archive: str) -> str:
+def _command(p: Problem, archive: str) -> str:
     """The command behind `rlbuffer` that shows more of a problem; "" where there is none."""
     folder, where = shlex.quote(archive) if archive else "", f"env:{p.env}"
     match p.kind:

@@ -29,12 +29,12 @@ MOST_BYTES = 8 * 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The tokens of a step that version `said` is said to have sampled, scored."""
+    """The tokens of a step that version `named` is said to have sampled, scored."""
 
     step: int
-    said: int
+    named: int
     fits: tuple[Fit, ...]
-    """One per version, ascending; that of `said` is the last."""
+    """One per version, ascending; that of `named` is the last."""
     further: tuple[int, ...]
     """Older versions that are kept and have not scored them, ascending."""
     rounded: float
@@ -43,7 +43,7 @@ class Proof:
     @property
     def other(self) -> Fit | None:
         """The version that fits them, where that is another one than is said, and certain."""
-        return other_samplers(self.fits).get(self.said)
+        return other_samplers(self.fits).get(self.named)
 
     @property
     def has_arrived(self) -> bool:
@@ -52,13 +52,13 @@ class Proof:
 
     @property
     def to_score(self) -> tuple[int, ...]:
-        """Versions that tell more, with `said` as the last: those beside the nearest one that are not scored yet."""
+        """Versions that tell more, with `named` as the last: those beside the nearest one that are not scored yet."""
         nearest = min(self.fits, key=lambda fit: fit.rms)
-        return (*beside(nearest.version, self.further), self.said)
+        return (*beside(nearest.version, self.further), self.named)
 
     def __str__(self) -> str:
         fit, other = self.fits[-1], self.other
-        tokens = f"{fit.tokens:,} tokens of step {self.step} that version {self.said} is said to have sampled"
+        tokens = f"{fit.tokens:,} tokens of step {self.step} that version {self.named} is said to have sampled"
         if self.has_arrived:
             return f"{tokens} are its own: scored by it they are off by {fit.rms:.2g} nats (rms)"
         off = f"scored by it they are off by {fit.rms:.2g} nats (rms)"
@@ -104,12 +104,13 @@ def weights_proof(archive: Archive, first: int, last: int) -> Proof:
             tokens[int(member.row["min_version"])] += int(member.row["loss_tokens"])
         seen |= tokens.keys()
         sampled = {version for version, count in tokens.items() if count >= LEAST_TOKENS}
-        if said := sorted(version for version in sampled if version in there or version == 0):
+        if scorable := sorted(version for version in sampled if version in there or version == 0):
             break
     else:
         names = ", ".join(map(str, sorted(seen)))
         raise not_kept(f"of the versions that sampled steps {first} to {last} ({names}) none is", there, **places)
-    older = [version for version in sorted({0, *there}) if version <= said[-1]]
+    named = scorable[-1]
+    older = [version for version in sorted({0, *there}) if version <= named]
     versions = _spread(older)
     for version in versions:
         if (size := _size(there.get(version))) > MOST_BYTES:
@@ -118,15 +119,15 @@ def weights_proof(archive: Archive, first: int, last: int) -> Proof:
             )
     on_cpu = {**kept, "trainer": {**kept["trainer"], "device": "cpu"}}
     batcher = json.loads(archive.settings(step.revision)["config"])
-    fits, _ = travelled(on_cpu, batcher, members=_some(members, said[-1]), versions=versions, **places)
+    fits, _ = travelled(on_cpu, batcher, members=_some(members, named), versions=versions, **places)
     if not fits:
         raise ArchiveError(
-            f"the archive {archive.folder} has no tokens of step {step.step} that version {said[-1]} sampled"
+            f"the archive {archive.folder} has no tokens of step {step.step} that version {named} sampled"
         )
     record = trained_records(archive).get(step.step)
     rounded = rounding(record.bfloat16_rms if record is not None else None)
     further = tuple(version for version in older if version not in versions)
-    return Proof(step=step.step, said=said[-1], fits=tuple(fits), further=further, rounded=rounded)
+    return Proof(step=step.step, named=named, fits=tuple(fits), further=further, rounded=rounded)
 
 
 def _spread(versions: Sequence[int]) -> list[int]:

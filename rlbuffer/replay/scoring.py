@@ -94,10 +94,10 @@ def other_samplers(fits: Sequence[Fit]) -> dict[int, Fit]:
     of them so much better than the right one.
     """
     found: dict[int, Fit] = {}
-    for said in [fit for fit in fits if fit.version == fit.sampled_by]:
-        nearest = min((fit for fit in fits if fit.sampled_by == said.version), key=lambda fit: fit.rms)
-        if said.tokens >= LEAST_TOKENS and said.rms > LEAST_RMS and nearest.rms < said.rms / 2:
-            found[said.version] = nearest
+    for named in [fit for fit in fits if fit.version == fit.sampled_by]:
+        nearest = min((fit for fit in fits if fit.sampled_by == named.version), key=lambda fit: fit.rms)
+        if named.tokens >= LEAST_TOKENS and named.rms > LEAST_RMS and nearest.rms < named.rms / 2:
+            found[named.version] = nearest
     return found
 
 
@@ -136,13 +136,13 @@ def travelled(
         if version not in there and version != 0:
             raise not_kept(f"version {version} is not", there, output=output, checkpoints=checkpoints)
     settings = settings_of(kept, batcher=batcher)
-    its: list[tuple[ArchivedRollout, TokenSequence]] = []
+    pairs: list[tuple[ArchivedRollout, TokenSequence]] = []
     for member in members:
         try:
-            its += [(member, sequence) for sequence in member.rollout.sequences]
+            pairs += [(member, sequence) for sequence in member.rollout.sequences]
         except PayloadError:
             continue  # it was not trained either
-    sequences = [sequence for _, sequence in its]
+    sequences = [sequence for _, sequence in pairs]
     differences = {version: _differences(settings, there.get(version), sequences) for version in versions}
     tokens = [np.flatnonzero(sequence.loss_mask) for sequence in sequences]
     sampled = [_sampled_by(sequence, at) for sequence, at in zip(sequences, tokens, strict=True)]
@@ -153,7 +153,7 @@ def travelled(
         for by in np.unique(everything)
     ]
     places: dict[int, list[int]] = {}
-    for place, (member, _) in enumerate(its):
+    for place, (member, _) in enumerate(pairs):
         places.setdefault(id(member), []).append(place)
     scored = [
         Scored(

@@ -181,7 +181,7 @@ class _Scorer:
         while not self._stop.is_set():
             if self._store.losses() != self._losses:
                 self._forget()  # the server may be back with entries that it had lost the end of
-            await asyncio.to_thread(self._look)
+            await asyncio.to_thread(self._read_pool)
             claimed = await asyncio.to_thread(self._claim)
             if not claimed:
                 idle = Waiting(kind=Wait.NO_NEED, detail=", ".join(sorted(self._gives)))
@@ -207,7 +207,7 @@ class _Scorer:
         self._found.clear()
 
     # -- finding -----------------------------------------------------------------------------------------------------
-    def _look(self) -> None:
+    def _read_pool(self) -> None:
         """Reads what is new in the pool."""
         while entries := [
             entry for entry in self._store.read_pool(self._cursor, count=ENTRIES_PER_READ) if not entry.jams

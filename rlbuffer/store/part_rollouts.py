@@ -117,7 +117,7 @@ class PartRollouts(LazyRecords[PartRollout]):
             are_first = (self.table["sequence"] == 0).tolist()
             reward = [value if first else None for value, first in zip(reward, are_first, strict=True)]
             rewards = [named if first else {} for named, first in zip(rewards, are_first, strict=True)]
-        own = zip(self._ids, reward, rewards, self.are_truncated, strict=True)
+        of_rollouts = zip(self._ids, reward, rewards, self.are_truncated, strict=True)
         # A pull makes one for each payload: named one by one they cost a fifth of what a mapping of names costs.
         return [
             RolloutInfo(
@@ -145,7 +145,7 @@ class PartRollouts(LazyRecords[PartRollout]):
                 max_version,
                 size,
                 checksum,
-            ) in zip(own, self.table[_NUMBERS].tolist(), strict=True)
+            ) in zip(of_rollouts, self.table[_NUMBERS].tolist(), strict=True)
         ]
 
     def __len__(self) -> int:

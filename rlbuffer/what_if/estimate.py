@@ -90,7 +90,7 @@ def estimate(
 def tasks_of(recorded: Recorded) -> Tasks:
     """What a ticket of the run becomes: the recorded group of its number, else one of the env's that is drawn. One that
     was out when the record ended has taken at least so long: it is drawn from those that took longer."""
-    known: dict[str, dict[int, tuple[float, GroupInfo]]] = {}
+    groups: dict[str, dict[int, tuple[float, GroupInfo]]] = {}
     whole: dict[str, list[GroupInfo]] = {}
     for push in recorded.pushes:
         whole.setdefault(push.info.group_id, []).append(push.info)
@@ -98,20 +98,20 @@ def tasks_of(recorded: Recorded) -> Tasks:
     for push in recorded.timed:
         env, _, number = push.info.group_id.rpartition(".")
         if env == push.info.env and number.isdigit():
-            its: Sequence[GroupInfo] = whole[push.info.group_id]
-            rollouts = tuple(rollout for info in its for rollout in info.rollouts)
+            pushes: Sequence[GroupInfo] = whole[push.info.group_id]
+            rollouts = tuple(rollout for info in pushes for rollout in info.rollouts)
             info = replace(push.info, rollouts=rollouts, needs=())
-            known.setdefault(env, {})[int(number)] = last[push.info.group_id] or 0.0, info
-    numbers = {env: sorted(its) for env, its in known.items()}
+            groups.setdefault(env, {})[int(number)] = last[push.info.group_id] or 0.0, info
+    numbers = {env: sorted(by_number) for env, by_number in groups.items()}
     out = {(ticket.env, ticket.number): ticket.seconds for ticket in recorded.archive.tickets_out()}
 
     def task(env: str, number: int, version: int) -> tuple[float, GroupInfo]:
         like, least = number, 0.0
-        if number not in known[env]:
+        if number not in groups[env]:
             least = out.get((env, number), 0.0)
-            such = [n for n in numbers[env] if known[env][n][0] >= least] or numbers[env]
+            such = [n for n in numbers[env] if groups[env][n][0] >= least] or numbers[env]
             like = such[int(np.random.default_rng([3, number]).integers(len(such)))]
-        seconds, info = known[env][like]
+        seconds, info = groups[env][like]
         rollouts = tuple(
             rollout.changed(min_version=version, max_version=version, rollout_id=f"{env}.{number}/{place}")
             for place, rollout in enumerate(info.rollouts)

@@ -162,8 +162,8 @@ class Recorded:
     @cached_property
     def _times(self) -> list[Mapping[str, float]]:
         """`seconds` of the trainer's records that have them."""
-        said = [record.get("seconds") for record in self.archive.trained]
-        return [times for times in said if isinstance(times, Mapping) and times.keys() & {"total", "train"}]
+        found = [record.get("seconds") for record in self.archive.trained]
+        return [times for times in found if isinstance(times, Mapping) and times.keys() & {"total", "train"}]
 
     @cached_property
     def train_seconds(self) -> float:
@@ -238,12 +238,12 @@ def read(archive: Archive) -> Recorded:
 
 def _commits(archive: Archive) -> list[Commit]:
     """Every commit, with what the leader knew. Raises ArchiveError where one of them, or that, is not there."""
-    known = recorded_commits(archive)
-    while known and known[-1][0] is None:  # committed while the archive was written for the last time
-        known.pop()
-    headers = {header.digest: header for header in archive.headers([step for step, _ in known if step is not None])}
+    committed = recorded_commits(archive)
+    while committed and committed[-1][0] is None:  # committed while the archive was written for the last time
+        committed.pop()
+    headers = {header.digest: header for header in archive.headers([step for step, _ in committed if step is not None])}
     commits, number = list[Commit](), 0
-    for step, record in known:
+    for step, record in committed:
         number += 1
         if record["step"] > number:
             lack = f"has no step {number}: what was decided then"
@@ -252,7 +252,7 @@ def _commits(archive: Archive) -> list[Commit]:
             raise ArchiveError(f"{archive.folder} {lack} is not there")
         number = record["step"]
         if step is None:
-            is_back = number in {other["step"] for step, other in known if step is not None}
+            is_back = number in {other["step"] for step, other in committed if step is not None}
             why = "was taken back before it was archived" if is_back else "was not archived"
             raise ArchiveError(f"{archive.folder}: step {number} {why}, and nobody knows what was in it")
         if record.get("read") is None:

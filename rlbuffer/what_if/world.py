@@ -121,8 +121,8 @@ class World:
             f"in the end it waits: {self._waiting}" if self._waiting else "",
         ]
         after = duration(self._now - self._moved)
-        known = "; ".join(filter(None, why)) or "no group came"
-        return f"with these settings step {self._trained + 1} is never made, so it seems after {after}: {known}"
+        cause = "; ".join(filter(None, why)) or "no group came"
+        return f"with these settings step {self._trained + 1} is never made, so it seems after {after}: {cause}"
 
     def _move(self) -> None:
         self._moved, self._groups_then = self._now, len(self._infos)

@@ -98,7 +98,7 @@ def test_weights_are_somebody_elses_where_a_worker_loads_them_or_they_have_no_fi
             buffer.policy.announce(3, location="", size=0, checksum="")
             cache = VersionCache.of(RunSettings(run=run_name, home=tmp_path))
             loader = Loader(buffer.store.role(GatewayStore), [engines[0].url], cache, timeout_seconds=20.0)
-            await loader._look()
+            await loader._load_new()
             await loader.close()
             assert engines[0].loads == []
 
