@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rlbuffer.client.agent_calls import calls_in
 from rlbuffer.client.details import GroupDetail
-from rlbuffer.client.group_view import GroupNumbers, group_view, mean
+from rlbuffer.client.group_view import group_view, numbers_of, rows_of_rollouts
 from rlbuffer.client.open_groups import OpenGroup, unpushed_rollouts
 from rlbuffer.client.rollout_view import RolloutView, Underway, view_of
 from rlbuffer.client.run_state import read_run_state
@@ -148,27 +148,27 @@ OPEN = View(
 def detail_of(store: Viewer, group: OpenGroup) -> GroupDetail:
     """A group that is not pushed yet, with all that its agents have said so far."""
     now, version, room = store.now(), max(store.policy().version, 0), MOST_BYTES
-    members = []
+    infos, members = list[RolloutInfo](), list[RolloutView]()
     for opened in group.rollouts:
         calls = _calls_of(store, opened) if opened.bytes <= room else []
         room -= opened.bytes if calls else 0
-        members.append(_member(Underway(opened, now), calls, version))
-    oldest = [rollout.oldest_version for rollout in group.rollouts if rollout.oldest_version is not None]
-    rewards = tuple(member.reward for member in members if member.reward is not None)
+        rollout = _rollout(opened, calls) if calls else None
+        infos.append(_info(opened, version) if rollout is None else infos_of([rollout])[0])
+        member = view_of(infos[-1], rollout).changed(underway=Underway(opened, now))
+        if rollout is None and opened.end is not None:
+            member = member.changed(failure=opened.end.failure)
+        members.append(member)
     about: Mapping[str, Any] = group.about
-    numbers = GroupNumbers(
+    numbers = numbers_of(
+        rows_of_rollouts(infos),
         group_id=group.group_id,
         env=group.rollouts[0].env,
-        rollouts=len(members),
-        planned_size=len(members),
-        tokens=sum(member.length or member.loss_tokens for member in members),
-        min_version=min(oldest, default=version),
-        max_version=max((member.max_version for member in members), default=version),
+        planned_size=len(infos),
+        tokens=sum(info.length or info.loss_tokens for info in infos),
         prompt_id=str(about.get("prompt_id") or ""),
-        reward=mean(rewards),
-        rewards=rewards,
     )
-    view = group_view(numbers, state=State.FORMING, version=version if oldest else None, until=None)
+    has_age = any(rollout.oldest_version is not None for rollout in group.rollouts)
+    view = group_view(numbers, state=State.FORMING, version=version if has_age else None, until=None)
     metadata = about.get("metadata")
     return GroupDetail(
         view=view,
@@ -186,13 +186,11 @@ def _calls_of(store: Viewer, rollout: OpenRollout) -> list[OpenCall]:
         return []
 
 
-def _member(underway: Underway, calls: Sequence[OpenCall], version: int) -> RolloutView:
-    opened, end = underway.rollout, underway.rollout.end or End()
-    rollout = _rollout(opened, calls, end) if calls else None
-    if rollout is not None:
-        return view_of(infos_of([rollout])[0], rollout).changed(underway=underway)
+def _info(opened: OpenRollout, version: int) -> RolloutInfo:
+    """An open rollout in numbers, where its calls are not read; `version` is the newest one."""
+    end = opened.end or End()
     oldest = version if opened.oldest_version is None else opened.oldest_version
-    info = RolloutInfo(
+    return RolloutInfo(
         rollout_id=opened.name,
         length=0,
         prompt_tokens=0,
@@ -202,13 +200,12 @@ def _member(underway: Underway, calls: Sequence[OpenCall], version: int) -> Roll
         min_version=oldest,
         max_version=oldest,
     )
-    return view_of(info, None).changed(failure=end.failure, underway=underway)
 
 
-def _rollout(opened: OpenRollout, calls: Sequence[OpenCall], end: End) -> Rollout | None:
+def _rollout(opened: OpenRollout, calls: Sequence[OpenCall]) -> Rollout | None:
     """As it would be pushed now; None where the calls make none: anybody may have written them."""
     try:
-        rollout = rollout_of(calls, end, rollout_id=opened.name, version=0)
+        rollout = rollout_of(calls, opened.end or End(), rollout_id=opened.name, version=0)
     except (InvalidRollout, LookupError, TypeError, ValueError):
         return None
     text = _text(rollout, {call.number: call for call in calls})

@@ -1,13 +1,15 @@
 """One group as a row: what every list, page and line of JSON shows of it, wherever it lies.
 
-Pool, steps, history and archive each tell the numbers of its rollouts; :func:`group_view` adds where it stands::
+:func:`numbers_of` makes the numbers of its rollouts from rows, one of each sequence; :func:`group_view` adds where it
+stands::
 
-    pool      numbers_of_pushes    forming, ready     its age and its wait are counted up to now
-    step      numbers_in_step      packed, trained    up to the commit
-    history   numbers_of_record    dropped            up to the drop
+    pool      rows of its pushes     forming, ready     its age and its wait are counted up to now
+    step      rows of its sequences  packed, trained    up to the commit
+    history   numbers_of_record      dropped            up to the drop
 
-A further number of a group is a field of :class:`GroupNumbers`, and its value in those three. A record of the history
-has what :class:`~rlbuffer.store.history.Dropped` has; :func:`with_rollouts` knows more while payloads are kept.
+A further number of a group is a field of :class:`GroupNumbers`, and a line of :func:`numbers_of`. No rows are left of
+what was dropped: its record in the history has what :class:`~rlbuffer.store.history.Dropped` has, and
+:func:`with_rollouts` more while payloads are kept.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any
 
-from rlbuffer.records.info import RolloutInfo, totals_of
+import numpy as np
+
+from rlbuffer.records.info import FURTHER, HAS_REWARD, ROW_DTYPE, GroupInfo, RolloutInfo, row_of_info, rows_of
 from rlbuffer.records.states import State
 from rlbuffer.records.step_header import StepHeader
 from rlbuffer.records.step_plan import version_trained
 from rlbuffer.state.text import counted
 from rlbuffer.store.records import PartRollout, PoolEntry
-from rlbuffer.wire.metadata import scored_rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,8 @@ class GroupView(GroupNumbers):
 
 
 _NUMBERS = tuple(part.name for part in fields(GroupNumbers))
+_ABOUT = ("prompt_id", "planned_size", "worker", "adapter")
+"""Those that a push says by the same names, and so does a step of each of its sequences."""
 
 
 def group_view(
@@ -93,15 +98,36 @@ def group_view(
     )
 
 
-def mean(rewards: Sequence[float]) -> float | None:
-    """Their mean; None of none."""
-    return fmean(rewards) if rewards else None
+def numbers_of(rows: bytes, **about: Any) -> GroupNumbers:
+    """What is known of the rollouts of a group.
+
+    Args:
+        rows: a :data:`~rlbuffer.records.info.ROW` for each sequence, rollout by rollout; none where nobody knows.
+        about: fields that no row tells, and those that stand in the place of what the rows do.
+    """
+    table = np.frombuffer(rows, ROW_DTYPE)
+    flags = table["flags"].tolist()  # of a group's few rows lists are faster than arrays
+    rewards = tuple([reward for reward, flag in zip(table["reward"].tolist(), flags, strict=True) if flag & HAS_REWARD])
+    numbers = {
+        "rollouts": sum([not flag & FURTHER for flag in flags]),
+        "tokens": sum(table["length"].tolist()),
+        "min_version": min(table["min_version"].tolist(), default=0),
+        "max_version": max(table["max_version"].tolist(), default=0),
+        "reward": fmean(rewards) if rewards else None,
+        "rewards": rewards,
+    }
+    return GroupNumbers(**numbers | about)
+
+
+def rows_of_rollouts(rollouts: Iterable[RolloutInfo]) -> bytes:
+    """The rows of some rollouts."""
+    return b"".join([row for rollout in rollouts for row in rows_of(rollout)])
 
 
 # -- in the pool -------------------------------------------------------------------------------------------------------
 def pending_view(pushes: Sequence[PoolEntry], *, versions: Mapping[str, int], now: float) -> GroupView:
     """A group that is forming or ready, of its pushes in their order; `versions`: adapter -> its newest one."""
-    numbers = numbers_of_pushes(pushes)
+    numbers = _numbers_of_pushes(pushes)
     infos = [push.info for push in pushes if push.info is not None]
     failed = {r.rollout_id: r.failure for info in infos if info.totals.failed for r in info.rollouts if r.failure}
     needs = sorted({need for info in infos for need in info.needs})
@@ -117,35 +143,32 @@ def pending_view(pushes: Sequence[PoolEntry], *, versions: Mapping[str, int], no
     )
 
 
-def numbers_of_pushes(pushes: Sequence[PoolEntry]) -> GroupNumbers:
-    """Of a rollout that came twice the last push counts, but for its tokens."""
+def _numbers_of_pushes(pushes: Sequence[PoolEntry]) -> GroupNumbers:
+    """Of a rollout that came twice the last push counts, but for its tokens; of a push that cannot be read what the
+    ledger counted."""
     first, infos = pushes[0], [push.info for push in pushes if push.info is not None]
-    if len(infos) == 1 and infos[0].totals.is_distinct:  # nearly every one: nothing of it is unpacked
-        totals, rewards = infos[0].totals, scored_rewards(infos[0])
-    else:
-        rollouts = [*{rollout.rollout_id: rollout for info in infos for rollout in info.rollouts}.values()]
-        totals, rewards = totals_of(rollouts), _rewards_of(rollouts)
-    return GroupNumbers(
+    unread = {"rollouts": sum(push.rollouts for push in pushes)}
+    about = {name: getattr(infos[0], name) for name in _ABOUT} if infos else unread
+    return numbers_of(
+        _rows_of_pushes(infos),
         group_id=first.group_id,
         env=first.env,
-        rollouts=totals.rollouts or sum(push.rollouts for push in pushes),
         tokens=sum(push.tokens for push in pushes),
-        min_version=totals.oldest,
-        max_version=totals.newest,
-        prompt_id=infos[0].prompt_id if infos else "",
-        planned_size=infos[0].planned_size if infos else 0,
-        reward=mean(rewards),
-        rewards=rewards,
         created=first.pushed_ms / 1000,
-        worker=infos[0].worker if infos else "",
-        adapter=infos[0].adapter if infos else "",
+        **about,
     )
+
+
+def _rows_of_pushes(infos: Sequence[GroupInfo]) -> bytes:
+    if len(infos) == 1 and infos[0].totals.is_distinct:  # nearly every one: nothing of it is unpacked
+        return infos[0].rows
+    return rows_of_rollouts({rollout.rollout_id: rollout for info in infos for rollout in info.rollouts}.values())
 
 
 # -- in a step ---------------------------------------------------------------------------------------------------------
 def consumed_view(sequences: Iterable[PartRollout], header: StepHeader, *, trained: int) -> GroupView:
     """A group that a step consumed, of its sequences there; `trained`: the last step that was trained."""
-    numbers = numbers_in_step(sequences)
+    numbers = _numbers_in_step(sequences)
     return group_view(
         numbers,
         state=State.TRAINED if header.step <= trained else State.PACKED,
@@ -156,29 +179,17 @@ def consumed_view(sequences: Iterable[PartRollout], header: StepHeader, *, train
     )
 
 
-def numbers_in_step(sequences: Iterable[PartRollout]) -> GroupNumbers:
+def _numbers_in_step(sequences: Iterable[PartRollout]) -> GroupNumbers:
     """At least one sequence, in any order: a step holds them in that of its rows."""
     refs = sorted(sequences, key=lambda ref: (ref.pushed_ms, ref.payload_key, ref.index))
-    first, rewards = refs[0], _rewards_of([ref.info for ref in refs])
-    return GroupNumbers(
+    first = refs[0]
+    return numbers_of(
+        b"".join([row_of_info(ref.info, is_further=ref.sequence > 0) for ref in refs]),
         group_id=first.group_id,
         env=first.env,
-        rollouts=sum(ref.sequence == 0 for ref in refs),
-        tokens=sum(ref.info.length for ref in refs),
-        min_version=min(ref.info.min_version for ref in refs),
-        max_version=max(ref.info.max_version for ref in refs),
-        prompt_id=first.prompt_id,
-        planned_size=first.planned_size,
-        reward=mean(rewards),
-        rewards=rewards,
         created=first.pushed_ms / 1000,
-        worker=first.worker,
-        adapter=first.adapter,
+        **{name: getattr(first, name) for name in _ABOUT},
     )
-
-
-def _rewards_of(rollouts: Iterable[RolloutInfo]) -> tuple[float, ...]:
-    return tuple(rollout.reward for rollout in rollouts if rollout.reward is not None)
 
 
 # -- dropped -----------------------------------------------------------------------------------------------------------
@@ -210,13 +221,9 @@ def with_rollouts(view: GroupView, rollouts: Sequence[RolloutInfo]) -> GroupView
     """The row of a dropped group with what its rollouts say that are still kept, which is more than its record has."""
     if not rollouts:
         return view
-    rewards = _rewards_of(rollouts)
-    return replace(
-        view,
-        reward=fmean(rewards) if rewards else view.reward,
-        rewards=rewards,
-        max_version=max(rollout.max_version for rollout in rollouts),
-    )
+    kept = numbers_of(rows_of_rollouts(rollouts), group_id=view.group_id, env=view.env)
+    reward = view.reward if kept.reward is None else kept.reward
+    return replace(view, reward=reward, rewards=kept.rewards, max_version=kept.max_version)
 
 
 def numbers_of_record(record: Mapping[str, Any]) -> GroupNumbers:

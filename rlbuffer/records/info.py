@@ -329,10 +329,12 @@ def _record(rollout_id: str, rewards: Mapping[str, float], failure: str, numbers
 
 def rows_of(rollout: RolloutInfo) -> list[bytes]:
     """The numbers of a rollout as :data:`ROW` s, one for each of its sequences."""
-    return [_row_of(part, FURTHER if i else 0) for i, part in enumerate(rollout.sequences)]
+    return [row_of_info(part, is_further=i > 0) for i, part in enumerate(rollout.sequences)]
 
 
-def _row_of(rollout: RolloutInfo, flags: int) -> bytes:
+def row_of_info(rollout: RolloutInfo, *, is_further: bool = False) -> bytes:
+    """The numbers of a rollout of one sequence, or of one sequence of several, as a :data:`ROW`."""
+    flags = FURTHER if is_further else 0
     if rollout.reward is not None:
         flags |= HAS_REWARD
     if rollout.is_truncated:

@@ -10,6 +10,13 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 from rlbuffer.records.states import ClosedBy, Reason
+from rlbuffer.records.step_plan import Drop
+from rlbuffer.store.records import PoolEntry
+
+NAMED_PUSHES = 64
+"""Pushes of a dropped group that its record names one by one."""
+DETAIL_CHARACTERS = 4000
+"""Of why a group was dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,42 @@ class Dropped(HistoryRecord):
     """That of `step`."""
     rollout_ids: Sequence[str] | None = None
     """Of what was unused: which rollouts of the group."""
+
+    @classmethod
+    def of(cls, drop: Drop, pushes: Sequence[PoolEntry]) -> Dropped:
+        """The record of the drop of these pushes, at least one: once they are gone nobody knows more of them."""
+        first = pushes[0]
+        info = first.info
+        return cls(
+            group_id=drop.group_id,
+            env=drop.env,
+            reason=drop.reason,
+            rollouts=drop.rollouts,
+            tokens=drop.tokens,
+            detail=drop.detail[:DETAIL_CHARACTERS],
+            min_version=drop.min_version,
+            reward=drop.reward,
+            prompt_id=info.prompt_id if info is not None else None,
+            worker=info.worker if info is not None else None,
+            pushed_ms=first.pushed_ms,
+            adapter=(info.adapter or None) if info is not None else None,
+            planned_size=info.planned_size if info is not None else None,
+            entry_id=first.entry_id,
+            seconds=info.seconds if info is not None else None,
+            pushes={_suffix(push): _named(push) for push in pushes} if len(pushes) <= NAMED_PUSHES else None,
+        )
+
+
+def _suffix(push: PoolEntry) -> str:
+    return push.payload_key.rpartition(":")[2]
+
+
+def _named(push: PoolEntry) -> list[Any]:
+    """A push as the record of its drop names it."""
+    info = push.info
+    if info is None:
+        return ["", push.pushed_ms, push.entry_id, None, []]
+    return [info.worker, push.pushed_ms, push.entry_id, info.seconds, [*info.needs]]
 
 
 VOID_FIELDS = ("group_id", "env", "rollouts", "tokens", "reward", "min_version", "detail")

@@ -21,13 +21,9 @@ from rlbuffer.wire import payload
 
 DROP_ENTRIES = 500
 """Pool entries per DROP: about 1.5 ms of the server's time."""
-NAMED_PUSHES = 64
-"""Pushes of a dropped group that its record names one by one: the server keeps :data:`HISTORY_ENTRIES` of them."""
 RECORD_BYTES = 16 * 1024
 """Of a drop's record that names its pushes. Workers wrote what it says of them, as long as they like; every leader
 reads the history, and the server keeps all of it."""
-DETAIL_CHARACTERS = 4000
-"""Of why a group was dropped."""
 HISTORY_ENTRIES = 10_000
 """Records of drops and steps that are kept."""
 CLOSING_REASONS = frozenset(reason for reason in Reason if Trait.CLOSES in reason.traits)
@@ -180,36 +176,7 @@ def _chunks(
 
 
 def _drop_record(drop: Drop, entries: Sequence[PoolEntry]) -> bytes:
-    first = entries[0]
-    info = first.info  # nobody knows it any more once its entry is gone
-    pushes = {
-        e.payload_key.rpartition(":")[2]: [
-            e.info.worker if e.info else "",
-            e.pushed_ms,
-            e.entry_id,
-            e.info.seconds if e.info else None,
-            list(e.info.needs) if e.info else [],
-        ]
-        for e in entries
-    }
-    record = Dropped(
-        group_id=drop.group_id,
-        env=drop.env,
-        reason=drop.reason,
-        rollouts=drop.rollouts,
-        tokens=drop.tokens,
-        detail=drop.detail[:DETAIL_CHARACTERS],
-        min_version=drop.min_version,
-        reward=drop.reward,
-        prompt_id=info.prompt_id if info is not None else None,
-        worker=info.worker if info is not None else None,
-        pushed_ms=first.pushed_ms,
-        adapter=(info.adapter or None) if info is not None else None,
-        planned_size=info.planned_size if info is not None else None,
-        entry_id=first.entry_id,
-        seconds=info.seconds if info is not None else None,
-        pushes=pushes if len(entries) <= NAMED_PUSHES else None,
-    )
+    record = Dropped.of(drop, entries)
     data = payload.dumps(record.as_object())
     if len(data) <= RECORD_BYTES:
         return data

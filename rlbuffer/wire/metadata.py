@@ -246,12 +246,6 @@ def _named(push: _Push, count: int) -> Sequence[Mapping[str, float]]:
     return [{name: value for name, values in components if (value := values[i]) is not None} for i in range(count)]
 
 
-def scored_rewards(info: GroupInfo) -> tuple[float, ...]:
-    """The rewards of a push's scored rollouts, in order; its rollouts stay packed."""
-    rows = np.frombuffer(info.rows, ROW_DTYPE)
-    return tuple(rows["reward"][rows["flags"] & HAS_REWARD != 0].tolist())
-
-
 def names_of(info: GroupInfo) -> tuple[Sequence[str], Sequence[Mapping[str, float]]]:
     """Ids and named rewards of a push's rollouts, in order; its rollouts stay packed."""
     unpack = getattr(info, "_unpack", None)
