@@ -6,7 +6,7 @@ import re
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
@@ -201,8 +201,24 @@ class Totals(NamedTuple):
     """No id occurs twice."""
     failed: int
     """Rollouts that failed."""
-    are_trained: bool = False
+    are_trained: bool
     """Every sequence has a trained token."""
+
+
+NO_TOTALS = Totals(
+    rollouts=0,
+    sequences=0,
+    tokens=0,
+    longest=0,
+    oldest=0,
+    newest=0,
+    is_scored=True,
+    is_flat=True,
+    is_distinct=True,
+    failed=0,
+    are_trained=True,
+)
+"""Of a push without rollouts."""
 
 
 class _Unpacked:
@@ -232,7 +248,7 @@ class _Unpacked:
             elif name == "sequences":
                 made = tuple([part for rollout in self.rollouts for part in rollout.sequences])
             elif name == "totals":
-                made = totals_of(self.rollouts)
+                made = totals_of(self)
             else:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             object.__setattr__(self, name, made)
@@ -362,23 +378,51 @@ def are_flat(rewards: Collection[float | None]) -> bool:
     return high - low <= FLAT_WITHIN * max(-low, high)
 
 
-def totals_of(rollouts: Sequence[RolloutInfo]) -> Totals:
-    """Adds up the rollouts of one push; all zero when there are none."""
-    rewards = {r.reward for r in rollouts if not r.failure}
-    lengths = [part.length for r in rollouts for part in r.sequences]
-    return Totals(
-        rollouts=len(rollouts),
-        sequences=len(lengths),
-        tokens=sum(lengths),
-        longest=max(lengths, default=0),
-        oldest=min((r.min_version for r in rollouts), default=0),
-        newest=max((r.max_version for r in rollouts), default=0),
-        is_scored=None not in rewards,
-        is_flat=are_flat(rewards),
-        is_distinct=len({r.rollout_id for r in rollouts}) == len(rollouts),
-        failed=sum([bool(r.failure) for r in rollouts]),
-        are_trained=all(part.loss_tokens for r in rollouts for part in r.sequences),
+def totals_of_pushes(rows: NDArray[np.void], counts: NDArray[np.int64], failed: int = 0) -> list[Totals]:
+    """Adds up the rows of many pushes at once: a leader that takes over reads a million rollouts.
+
+    Args:
+        rows: [sequences] of :data:`ROW_DTYPE`, push by push; no id occurs twice in one.
+        counts: [pushes] sequences of each, at least one.
+        failed: rollouts that failed, of each push.
+    """
+    starts = np.cumsum(counts) - counts
+    length, reward = rows["length"].astype(np.int64), np.ascontiguousarray(rows["reward"])
+    is_scored = rows["flags"] & HAS_REWARD != 0  # of the first sequence of each rollout alone
+    rollouts = np.add.reduceat((rows["flags"] & FURTHER == 0).astype(np.int64), starts)
+    scored = np.add.reduceat(is_scored.astype(np.int64), starts)
+    are_scored = scored + failed == rollouts
+    with np.errstate(invalid="ignore", over="ignore"):  # a reward may be any bytes
+        highest = np.maximum.reduceat(np.where(is_scored, reward, -np.inf), starts)
+        lowest = np.minimum.reduceat(np.where(is_scored, reward, np.inf), starts)
+        are_close = highest - lowest <= FLAT_WITHIN * np.maximum(-lowest, highest)
+    sums = zip(
+        rollouts.tolist(),
+        counts.tolist(),
+        np.add.reduceat(length, starts).tolist(),
+        np.maximum.reduceat(length, starts).tolist(),
+        np.minimum.reduceat(rows["min_version"], starts).tolist(),
+        np.maximum.reduceat(rows["max_version"], starts).tolist(),
+        are_scored.tolist(),
+        ((scored == 0) | (are_scored & are_close)).tolist(),
+        repeat(True, len(counts)),  # no id occurs twice
+        repeat(failed, len(counts)),
+        (np.minimum.reduceat(rows["loss_tokens"], starts) > 0).tolist(),
+        strict=True,
     )
+    return [*map(Totals._make, sums)]
+
+
+def totals_of(info: GroupInfo) -> Totals:
+    """Adds up the rollouts of one push, whatever its ids, and however many failed."""
+    rollouts = info.rollouts
+    if not rollouts:
+        return NO_TOTALS
+    rows = np.frombuffer(info.rows, ROW_DTYPE)
+    (totals,) = totals_of_pushes(
+        rows, np.array([len(rows)]), failed=sum([bool(rollout.failure) for rollout in rollouts])
+    )
+    return totals._replace(is_distinct=len({rollout.rollout_id for rollout in rollouts}) == len(rollouts))
 
 
 def check_producer(worker: str, incarnation: str) -> None:

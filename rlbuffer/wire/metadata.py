@@ -26,7 +26,6 @@ from rlbuffer.records.columns import COLUMN_DTYPES, COLUMN_NAME, MAX_DIMENSIONS,
 from rlbuffer.records.failure import FAILURE_KIND
 from rlbuffer.records.info import (
     ENV_NAME,
-    FLAT_WITHIN,
     FURTHER,
     GROUP_ID,
     HAS_REWARD,
@@ -41,6 +40,7 @@ from rlbuffer.records.info import (
     Totals,
     records_of,
     totals_of,
+    totals_of_pushes,
 )
 from rlbuffer.wire.checksum import sealed, unsealed
 
@@ -223,7 +223,7 @@ def _info(push: _Push, totals: Totals | None, envs: dict[str, str]) -> GroupInfo
     if isinstance(push, _PushWithFailures):
         if any(rollout.failure and (rollout.reward is not None or rollout.rewards) for rollout in info.rollouts):
             return PayloadError("invalid metadata: failures: a rollout that failed has a reward")
-        object.__setattr__(info, "totals", totals_of(info.rollouts))
+        object.__setattr__(info, "totals", totals_of(info))
     return info
 
 
@@ -306,35 +306,11 @@ def _totals(packed: Sequence[bytes]) -> list[Totals | None]:
     Args:
         packed: the rows of each push, whole ones and at least one.
     """
+    rows = np.frombuffer(b"".join(packed), ROW_DTYPE)
     counts = np.array([len(rows) for rows in packed]) // ROW.size
     starts = np.cumsum(counts) - counts
-    rows = np.frombuffer(b"".join(packed), ROW_DTYPE)
-    length, reward = rows["length"].astype(np.int64), np.ascontiguousarray(rows["reward"])
-    is_head = rows["flags"] & FURTHER == 0
-    scored = rows["flags"] & HAS_REWARD != 0
     is_right = np.logical_and.reduce([*_rules(rows).values()])
-    is_right[starts] &= is_head[starts]
-    rollouts = np.add.reduceat(is_head.astype(np.int64), starts)
-    if not is_head.all():  # further sequences have the reward of their rollout here
-        head = np.maximum.accumulate(np.where(is_head, np.arange(len(rows)), 0))
-        reward, scored = reward[head], scored[head]
-    with np.errstate(invalid="ignore", over="ignore"):
-        all_scored = np.logical_and.reduceat(scored, starts)
-        highest, lowest = np.maximum.reduceat(reward, starts), np.minimum.reduceat(reward, starts)
-        is_flat = highest - lowest <= FLAT_WITHIN * np.maximum(-lowest, highest)
-    sums = zip(
-        rollouts.tolist(),
-        counts.tolist(),
-        np.add.reduceat(length, starts).tolist(),
-        np.maximum.reduceat(length, starts).tolist(),
-        np.minimum.reduceat(rows["min_version"], starts).tolist(),
-        np.maximum.reduceat(rows["max_version"], starts).tolist(),
-        all_scored.tolist(),
-        (is_flat & (all_scored == np.logical_or.reduceat(scored, starts))).tolist(),
-        (True for _ in packed),  # no id occurs twice
-        (0 for _ in packed),
-        (np.minimum.reduceat(rows["loss_tokens"], starts) > 0).tolist(),
-        strict=True,
-    )
+    is_right[starts] &= rows["flags"][starts] & FURTHER == 0
     are_right = np.logical_and.reduceat(is_right, starts).tolist()
-    return [Totals._make(values) if right else None for values, right in zip(sums, are_right, strict=True)]
+    pairs = zip(totals_of_pushes(rows, counts), are_right, strict=True)
+    return [totals if right else None for totals, right in pairs]

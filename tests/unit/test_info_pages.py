@@ -9,7 +9,7 @@ import pytest
 import trees
 
 from rlbuffer.records.group import Group
-from rlbuffer.records.info import ROW_DTYPE, GroupInfo, RolloutInfo, Totals, rollouts_of, totals_of
+from rlbuffer.records.info import ROW_DTYPE, GroupInfo, RolloutInfo, Totals, rollouts_of
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.wire.metadata import decode_infos, encode_info
 
@@ -66,7 +66,7 @@ def test_a_push_of_a_page_equals_copies_and_pickles_like_any_other():
     for change in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: replace(x), repr):
         (found,) = decode_infos([encode_info(made)])
         assert change(found) == change(made)
-    assert found.totals == totals_of(made.rollouts)
+    assert found.totals == made.totals
 
 
 def test_what_is_true_of_a_rollout_is_a_fold_over_its_sequences():
