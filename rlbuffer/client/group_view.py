@@ -222,8 +222,11 @@ def with_rollouts(view: GroupView, rollouts: Sequence[RolloutInfo]) -> GroupView
     if not rollouts:
         return view
     kept = numbers_of(rows_of_rollouts(rollouts), group_id=view.group_id, env=view.env)
-    reward = view.reward if kept.reward is None else kept.reward
-    return replace(view, reward=reward, rewards=kept.rewards, max_version=kept.max_version)
+    values = {name: getattr(kept, name) for name in _NUMBERS if getattr(view, name) is None}
+    values |= {"rewards": kept.rewards, "max_version": kept.max_version}
+    if kept.reward is not None:
+        values["reward"] = kept.reward
+    return replace(view, **values)
 
 
 def numbers_of_record(record: Mapping[str, Any]) -> GroupNumbers:
