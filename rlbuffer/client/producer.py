@@ -267,11 +267,12 @@ class Producer:
     def _store_one(self, push: _Push) -> None:
         # What takes another's place has its lengths.
         group = push.group if push.replaces else self._fit(push.group)
-        self._note(push, group, *self._store_push(push.sequence, group, push.replaces))
+        outcome = self._store.push(group, sequence=push.sequence, replaces=push.replaces, **self._names)
+        self._note(push, group, *outcome)
 
     def _leave_out(self, push: _Push) -> None:
         """Gives the sequence of a refused push to nothing."""
-        entry_id = self._give_to_nothing(push.sequence)
+        entry_id = self._store.leave_out(sequence=push.sequence, **self._names)
         push.is_refused = False
         if entry_id:  # an earlier try had stored it, and its answer was lost
             self._note(push, push.group, PushStatus.DUPLICATE, entry_id)
@@ -291,12 +292,6 @@ class Producer:
     def _names(self) -> dict[str, Any]:
         return {"producer": self._name, "incarnation": self.incarnation, "epoch": self.epoch}
 
-    def _store_push(self, sequence: int, group: Group, replaces: str) -> tuple[PushStatus, str]:
-        return self._store.push(group, sequence=sequence, replaces=replaces, **self._names)
-
-    def _give_to_nothing(self, sequence: int) -> str:
-        return self._store.leave_out(sequence=sequence, **self._names)
-
     def _fill(self, last: int, sequence: int, *, waits_until: float) -> None:
         """The server knows pushes up to `last` only: sends the missing ones again, up to `sequence`.
 
@@ -308,7 +303,7 @@ class Producer:
             for number, group, replaces in missing:
                 try:
                     if group is not None:
-                        self._store_push(number, group, replaces)
+                        self._store.push(group, sequence=number, replaces=replaces, **self._names)
                         continue
                 except (InvalidRollout, PushRefused) as error:  # other limits, or another proxy, than when it was taken
                     may_pass = isinstance(error, PushRefused) and error.may_pass
@@ -316,7 +311,7 @@ class Producer:
                         raise error.__cause__ from error
                     self._store.count_lost(1)
                     self._spool[self._spool.index((number, group, replaces))] = (number, None, "")
-                self._give_to_nothing(number)
+                self._store.leave_out(sequence=number, **self._names)
             return
         # What is missing cannot be sent any more, so it is counted, and a new incarnation starts a sequence of its own.
         self._store.count_lost(sequence - last - 1)

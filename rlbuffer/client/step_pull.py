@@ -122,8 +122,7 @@ class StepPull:
         pulled = Pulled(rollouts, masked)
         for chunk in chunks([rollouts.infos[item].size if item >= 0 else 0 for item in made.items], CHUNK_BYTES):
             self._take(made, chunk, rollouts, schema, pulled)
-        samples = Samples(rollouts, pulled)
-        micro_batches = made.micro_batches(rollouts.table["advantage"].tolist(), samples)
+        micro_batches = made.micro_batches(rollouts.table["advantage"].tolist(), pulled.samples_of)
         damaged = [(rollouts[i], wrong) for i, wrong in sorted(pulled.damaged.items())]
         step = Step(
             number=header.step,
@@ -194,6 +193,7 @@ class Pulled:
         self.successes: dict[int, Mapping[str, bool]] = {}
         self.metadata: dict[int, bytes] = {}
         """The users' own, as they stand in the payloads."""
+        self._rollouts = rollouts
         self._planned = rollouts.table["advantage"].tolist()
         self.advantages: dict[int, float] = {}
         """Of those that bring their own and are trained."""
@@ -212,29 +212,19 @@ class Pulled:
                     self._planned[i], rollout_payload.columns, rollout_payload.loss_mask
                 )
 
+    def samples_of(self, items: Sequence[int]) -> Callable[[], tuple[Sample, ...]]:
+        """A function that makes the records of these rollouts, which people and losses read. It keeps no more of the
+        pull than they need."""
+        groups = {key: self.groups[key] for key in {self.keys[item] for item in items}}
+        attachments = {item: self.attachments[item] for item in items if item in self.attachments}
+        metadata = {item: self.metadata[item] for item in items if item in self.metadata}
+        return partial(_samples, self._rollouts, items, groups, attachments, self.advantages, self.successes, metadata)
+
 
 def _copied(array: NDArray[Any]) -> NDArray[Any]:
     copy = array.copy()
     copy.flags.writeable = False
     return copy
-
-
-class Samples:
-    """Makes the records of rollouts that people and losses read. Keeps the encoded group parts of payloads."""
-
-    def __init__(self, rollouts: PartRollouts, pulled: Pulled) -> None:
-        self._rollouts, self._groups, self._keys = rollouts, pulled.groups, pulled.keys
-        self._attachments, self._advantages, self._successes = pulled.attachments, pulled.advantages, pulled.successes
-        self._metadata = pulled.metadata
-
-    def __call__(self, items: Sequence[int]) -> Callable[[], tuple[Sample, ...]]:
-        """A function that makes the records of these rollouts."""
-        groups = {key: self._groups[key] for key in {self._keys[item] for item in items}}
-        attachments = {item: self._attachments[item] for item in items if item in self._attachments}
-        metadata = {item: self._metadata[item] for item in items if item in self._metadata}
-        return partial(
-            _samples, self._rollouts, items, groups, attachments, self._advantages, self._successes, metadata
-        )
 
 
 def _samples(

@@ -52,12 +52,14 @@ class Pending:
         self._store = store
         self._config = config
         self._reporter = reporter
-        self._since = since
+        self.since = since
+        """Server time of the takeover, Unix seconds."""
         self._began = began
         self._entries: dict[str, PoolEntry] = {}
         self._used: set[str] = set()
         """Entries of groups that were trained and may be again; they are in `_entries`, but not in the pool."""
-        self._cursor = "0-0"
+        self.read = "0-0"
+        """The last entry of the pool that was read."""
         self._tickets: dict[str, list[int]] = {}
         """env -> numbers of tickets whose groups are read, which are still out."""
         self.replaced = 0
@@ -73,17 +75,7 @@ class Pending:
     @property
     def now(self) -> float:
         """Unix seconds of the takeover and what has passed since: the server's clock may be set meanwhile."""
-        return self._since + time.monotonic() - self._began
-
-    @property
-    def read(self) -> str:
-        """The last entry of the pool that was read."""
-        return self._cursor
-
-    @property
-    def since(self) -> float:
-        """Server time of the takeover, Unix seconds."""
-        return self._since
+        return self.since + time.monotonic() - self._began
 
     def entries(self) -> Iterable[PoolEntry]:
         """All that is held, used groups too."""
@@ -100,22 +92,22 @@ class Pending:
             self._entries |= {entry.entry_id: entry for entry in group.entries}
             self._used |= {entry.entry_id for entry in group.entries}
             if group.uses < self._config.max_uses and len(parts) == len(group.entries) > 0:
-                pushed = min(group.entries[0].pushed_ms / 1000, self._since)
-                self.batcher.restore(parts, uses=group.uses, now=self._since, pushed=pushed)
+                pushed = min(group.entries[0].pushed_ms / 1000, self.since)
+                self.batcher.restore(parts, uses=group.uses, now=self.since, pushed=pushed)
             elif group.entries:
                 env, entry_ids = group.entries[0].env, tuple(entry.entry_id for entry in group.entries)
                 self.drop([Drop(group.group_id, env, Reason.VOID, 0, 0, entry_ids=entry_ids)])
 
     def take_in(self, *, block_seconds: float = 0.0, beats: Sequence[str] = ()) -> LeaderRead:
         """Looks at the run, and takes in the page of the pool that was read."""
-        look = self._store.take_look(self._cursor, count=POOL_PAGE, block_seconds=block_seconds, beats=beats)
+        look = self._store.take_look(self.read, count=POOL_PAGE, block_seconds=block_seconds, beats=beats)
         now = self.now
         undecodable: list[tuple[Drop, list[PoolEntry]]] = []
         for entry in look.entries:
             if entry.jams:
                 undecodable.append((_invalid(entry, "its id is of those after which the pool takes none"), [entry]))
                 continue
-            self._cursor = entry.entry_id
+            self.read = entry.entry_id
             if entry.info is None:
                 undecodable.append((_invalid(entry, entry.error), [entry]))
                 continue
@@ -123,7 +115,7 @@ class Pending:
             replaces = self._replaced(entry)
             pushed = min(entry.pushed_ms / 1000, now)  # an id may lie ahead of the clock
             # Time in which no batcher ran does not count against a group that is not full yet.
-            since = max(pushed, self._since)
+            since = max(pushed, self.since)
             group = self.batcher.add(entry.info, entry_id=entry.entry_id, now=since, pushed=pushed, replaces=replaces)
             self._reporter.stats.arrived(entry, group)
             env, _, number = entry.group_id.rpartition(".")

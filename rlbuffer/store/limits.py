@@ -40,7 +40,7 @@ class PushLimits:
     def refusal(self, sizes: Mapping[str, int]) -> str:
         """The reason why values of these sizes can never be stored together; "" when they can. The keys name them."""
         total = sum(sizes.values())
-        largest = max(sizes, key=lambda name: sizes[name])
+        largest = max(sizes, key=sizes.__getitem__)
         if sizes[largest] > self.value:
             return f"{largest} takes {sizes[largest]} bytes, above the server's proto-max-bulk-len of {self.value}"
         if total + OVERHEAD_BYTES > self.transaction:

@@ -58,12 +58,10 @@ class ProducerStore(Member):
         (PushBroken when the server answers others), InvalidRollout when the server can never take it: then nothing was
         sent. Never retried inside: the writer repeats the call with the same sequence.
         """
-        outcomes, error = self.push_many(
-            [(group, replaces)], producer=producer, incarnation=incarnation, sequence=sequence, epoch=epoch
-        )
+        source = PushOrigin(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
+        outcomes, error = self._push_from(source, [(group, replaces)], sequence)
         if error is None:
             return outcomes[0]
-        source = PushOrigin(self.keys, producer, incarnation, epoch, is_spread=self.connection.is_cluster)
         raise self._explained(error, source, group, sequence) from error
 
     def _explained(self, error: RlbufferError, source: PushOrigin, group: Group, sequence: int) -> RlbufferError:
@@ -72,7 +70,8 @@ class ProducerStore(Member):
         is_refused = is_strange or isinstance(error, WrongAnswer | ServerUnsuitable)
         if not is_refused:
             is_lost = isinstance(error, ServerUnreachable)
-            if not (is_lost and self._answers(source.unnamed(group, sequence))):
+            unnamed = self.keys.unnamed_payload(group.group_id, source.suffix(sequence))
+            if not (is_lost and self._answers(unnamed)):
                 return error
         size = sum(_sizes(group, payload.encode_push(group)).values())
         if is_refused:
@@ -146,12 +145,8 @@ class ProducerStore(Member):
         if source.is_spread:
             self._store_payloads(batch)
 
-        def send() -> None:
-            self._send(source, batch, replies)
-            raise_first(replies)
-
         try:
-            self.call(send, repeat=False, op="push")
+            self.call(partial(self._send, source, batch, replies), repeat=False, op="push")
         except RlbufferError as error:
             stop = error
         if source.is_spread:
@@ -166,7 +161,8 @@ class ProducerStore(Member):
     def _send(self, source: PushOrigin, batch: Sequence[_Push], replies: list[Any]) -> None:
         """Sends the script of each push, and before it its payload unless that is stored, in one round trip.
 
-        `replies` gets that of each script; in the place of one whose payload was not stored, the reason why.
+        `replies` gets that of each script; in the place of one whose payload was not stored, the reason why. The first
+        of these is raised.
         """
         script = self.script("push")
         names = self.declared(source.where)
@@ -187,6 +183,7 @@ class ProducerStore(Member):
             replies.clear()
             for push in batch:
                 replies.append(script(names, push.args))
+        raise_first(replies)
 
     def _make_permanent(self, source: PushOrigin, batch: Sequence[_Push], replies: Sequence[Any]) -> None:
         """Makes the payloads of what is pending permanent, in a cluster, where the script does not reach them.
@@ -334,17 +331,15 @@ class PushOrigin:
         """The end of a payload's key, another one for each push."""
         return f"{self.incarnation}.{sequence}"
 
-    def unnamed(self, group: Group, sequence: int) -> str:
-        """The key of a payload until its push is pending."""
-        return self.keys.unnamed_payload(group.group_id, self.suffix(sequence))
-
 
 class _Push:
     """A push as it is sent. Raises InvalidRollout when it is too large for the wire."""
 
     def __init__(self, source: PushOrigin, sequence: int, group: Group, replaces: str = "") -> None:
         self.sequence, self.group, self.replaces = sequence, group, replaces
-        self.suffix, self.key = source.suffix(sequence), source.unnamed(group, sequence)
+        self.suffix = source.suffix(sequence)
+        self.key = source.keys.unnamed_payload(group.group_id, self.suffix)
+        """Of its payload, until it is pending."""
         self.name = source.keys.payload(group.group_id, self.suffix)
         push = payload.encode_push(group)
         self.rollouts, self.tokens = len(group.rollouts), sum([rollout.length for rollout in group.rollouts])
