@@ -255,6 +255,8 @@ class Rollout(TokenSequence):
     ) -> Rollout:
         """Builds a single-turn rollout: a prompt, then sampled tokens, all of them trained.
 
+        `fields` are further ones of the rollout: `rewards`, `finish_reason`, `columns` ...
+
         Shapes: ``prompt_ids`` [P], P >= 1; ``token_ids`` and ``logprobs`` [C].
         """
         prompt, sampled = (_column("tokens", ids) for ids in (prompt_ids, token_ids))
@@ -275,12 +277,16 @@ class Rollout(TokenSequence):
     def from_turns(  # type: ignore[override]  # whether it is scored must be said
         cls, turns: Sequence[Mapping[str, Any]], *, reward: float | None, policy_version: int, **fields: Any
     ) -> Rollout:
-        """Builds a rollout of one sequence from turns in order, as :meth:`TokenSequence.from_turns`."""
+        """Builds a rollout of one sequence from turns in order, as :meth:`TokenSequence.from_turns`. `fields` are
+        further ones of the rollout: `rewards`, `finish_reason`, `columns` ..."""
         return cls(reward=reward, **_of_turns(turns, policy_version), **_further_fields(cls, fields))
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TokenSequence], *, reward: float | None, **fields: Any) -> Rollout:
         """Builds a rollout of several sequences, the main one first.
+
+        :meth:`TokenSequence.from_turns` makes one, with its columns and attachments. `fields` are further ones of the
+        rollout: `rewards`, `finish_reason`, `text` ...
 
         Sequences of one tree begin alike. A token that was sampled once is trained once: where a later sequence begins
         with the same ids and the same inference logprobs as an earlier one, what that one trains is masked, and
