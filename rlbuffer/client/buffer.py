@@ -118,8 +118,9 @@ class Policy:
         loaded from, else that of the settings (``model.path``): engines and transformers open a version as a model.
 
         Workers sample with nothing else, so a trainer publishes the weights that it begins with before its first step
-        (``publish(model, reader.step)``), and those of each step after it. Every rank calls it; rank 0 writes. A
-        version that samplers have already, or a newer one, is not written again: so it is after a resume.
+        (``publish(model, reader.step)``), and those of each step after it. Every rank calls it, also behind
+        a stream, which only rank 0 has; rank 0 writes. A version that samplers have already, or a newer one, is not
+        written again: so it is after a resume.
 
         Args:
             model: a Hugging Face model, as it is or wrapped by DDP, FSDP2 or torch.compile. Weights are written in the
@@ -141,25 +142,21 @@ class Policy:
         """
         from rlbuffer.weights.publishing import publish_model, unwrapped
 
-        readers = self._open_readers()
-        if not readers:
-            raise RlbufferError("policy.publish: this rank has no reader: call buffer.reader(rank, world_size) before")
         version = whole_number("policy.publish: version", version, low=0)
         kept = None if keep is None else whole_number("policy.publish: keep", keep, low=1)
         folders = [
             None if path is None else Path(file_path(f"policy.publish: {name}", path))
             for name, path in (("folder", folder), ("tokenizer", tokenizer))
         ]
-        rank, world_size = readers[-1].rank, readers[-1].world_size
         whole = unwrapped(model)
+        readers = self._open_readers()
         self._begun()
         return publish_model(
             self,
             self._settings,
             whole,
             version,
-            rank=rank,
-            world_size=world_size,
+            reader_place=(readers[-1].rank, readers[-1].world_size) if readers else None,
             folder=folders[0],
             keep=kept,
             tokenizer=folders[1],

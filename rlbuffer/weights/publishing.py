@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+import torch.distributed as dist
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from rlbuffer.config.settings import RunSettings
-from rlbuffer.errors import WeightsError
+from rlbuffer.errors import RlbufferError, WeightsError
 from rlbuffer.process.ranks import Ranks
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.weights.companions import companions
@@ -63,13 +64,20 @@ def publish_model(
     model: PreTrainedModel,
     version: int,
     *,
-    rank: int,
-    world_size: int,
+    reader_place: tuple[int, int] | None,
     folder: Path | None,
     keep: int | None,
     tokenizer: Path | None = None,
 ) -> bool:
-    """Publishes the model's weights, unwrapped, as :meth:`rlbuffer.client.buffer.Policy.publish` does."""
+    """Publishes the model's weights, unwrapped, as :meth:`rlbuffer.client.buffer.Policy.publish` does.
+
+    `reader_place`: rank and world size of this process's reader; None where it has none, as the further ranks behind a
+    stream. Of a sharded model they hold parts, which all ranks of the process group gather.
+    """
+    is_with_others = dist.is_initialized() and (reader_place is None or is_sharded(model))
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_with_others else reader_place or (0, 1)
+    if reader_place is None and rank == 0:
+        raise RlbufferError("policy.publish: this rank has no reader: call buffer.reader(rank, world_size) before")
     if tokenizer is not None and not tokenizer.expanduser().is_dir():
         raise WeightsError(f"tokenizer = {str(tokenizer)!r} is no directory: tokenizer.save_pretrained(DIR) makes one")
     ranks = Ranks(rank, world_size, next(model.parameters()).device)

@@ -144,11 +144,11 @@ class Steps(TrainerCallback):
 class Publishes(TrainerCallback):
     """Gives the run the weights of each version that the door has announced."""
 
-    def __init__(self, buffer: Any) -> None:
-        self._buffer = buffer
+    def __init__(self, buffer: Any, trainer: Any) -> None:
+        self._buffer, self._trainer = buffer, trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        self._buffer.policy.publish(model, self._buffer.policy.version, FOLDER / "published", keep=100)
+        self._buffer.policy.publish(model, self._trainer.model_version, FOLDER / "published", keep=100)
 
     on_step_end = on_train_begin
 
@@ -181,8 +181,8 @@ def main(mode: str, port: str, steps: str, url: str, run: str, *options: str) ->
         import rlbuffer
 
         buffer = rlbuffer.doors.trl.attach(trainer, url, run=run)
-        if os.environ.get("TRL_PUBLISHES") and buffer is not None:
-            trainer.add_callback(Publishes(buffer))
+        if os.environ.get("TRL_PUBLISHES"):
+            trainer.add_callback(Publishes(buffer or rlbuffer.connect(url, run=run), trainer))
     if trainer.rollout_worker is not None:
         trainer.rollout_queue = queue = Delivered(trainer.rollout_queue)
         steps_made = Steps(queue)

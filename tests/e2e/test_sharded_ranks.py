@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stream_ranks
 import torch
 from forked import Parent
 from parameters import load_parameters
@@ -89,3 +90,18 @@ def test_sharded_ranks_train_an_adapter_as_whole_ones_do(parent: Parent, tmp_pat
     bases = [[path.name for path in (tmp_path / name / "weights").glob("base-*")] for name in ways]
     assert len(bases[0]) == 1
     assert bases[0] == bases[1]
+
+
+@pytest.mark.parametrize("way", ["shared", "sharded"])
+def test_behind_a_stream_every_rank_publishes_and_rank_0_writes(parent: Parent, tmp_path: Path, way: str) -> None:
+    command = [stream_ranks.__file__]
+    finish(
+        [
+            parent.start([*command, str(rank), str(tmp_path), way], environment=parent.environment, folder=tmp_path)
+            for rank in range(stream_ranks.WORLD_SIZE)
+        ]
+    )
+    whole = torch.load(tmp_path / "whole")
+    state = load_file(Path((tmp_path / "published").read_text()) / "model.safetensors")
+    assert state.keys() | {"lm_head.weight"} == whole.keys()  # tied to the embedding
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in state.items())
