@@ -332,7 +332,7 @@ class Leadership:
         if waiting is not None:
             waiting = full_disk(self._processes) or waiting
         missing = scorers_missing(self._pending.batcher.needs, self._processes)
-        self._reporter.say(
+        self._reporter.report(
             waiting,
             self._state,
             [

@@ -183,7 +183,7 @@ class Daemon:
         (:mod:`rlbuffer.store.server.append_file`)."""
         pause = FIRST_LOOK_SECONDS
         while not stop.is_set() and (waiting := self._store.until_whole()) is not None:
-            self._reporter.say(waiting, lambda: {"idle": False})
+            self._reporter.report(waiting, lambda: {"idle": False})
             keeper.check()
             stop.wait(pause)
             pause = min(2 * pause, LONGEST_LOOK_SECONDS)

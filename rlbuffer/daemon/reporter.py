@@ -77,7 +77,7 @@ class Reporter:
         self._lessons = lessons(self._steps, trained)
         self._is_unread, self._read_at = False, now
 
-    def say(
+    def report(
         self,
         waiting: Waiting | None,
         beat: Callable[[], Mapping[str, Any]],

@@ -31,7 +31,7 @@ CONFIG = rlbuffer.BatcherConfig(64, step_groups=2, max_age=8)
 def test_what_somebody_must_cure_is_told_once_a_minute(run: Run) -> None:
     logged, reporter = Logged("rlbuffer.daemon"), Reporter(run.store)
     for count, env in enumerate(("a", "a", "b", "a"), start=1):
-        reporter.say(None, dict, others=[Problem(kind=Trouble.ENV_FAILS, env=env, count=count)])
+        reporter.report(None, dict, others=[Problem(kind=Trouble.ENV_FAILS, env=env, count=count)])
     logged.close()
     assert [line.env for line in logged.told("trouble")] == ["a", "b"]
 
