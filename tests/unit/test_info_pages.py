@@ -9,7 +9,7 @@ import pytest
 import trees
 
 from rlbuffer.records.group import Group
-from rlbuffer.records.info import ROW_DTYPE, GroupInfo, RolloutInfo, Totals, rollouts_of
+from rlbuffer.records.info import ROW_DTYPE, GroupInfo, RolloutInfo, rollouts_of
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.wire.metadata import decode_infos, encode_info
 
@@ -56,8 +56,21 @@ def test_what_rollouts_amount_to_is_the_same_packed_and_unpacked(rewards, is_sco
     made = info(*rewards)
     (found,) = decode_infos([encode_info(made)])
     n = len(rewards)
-    expected = Totals(n, n, sum(range(10, 10 + n)), 9 + n, 8 - n, 6 + n, is_scored, is_flat, True, 0, True)
-    assert found.totals == made.totals == expected
+    expected = {
+        "rollouts": n,
+        "sequences": n,
+        "tokens": sum(range(10, 10 + n)),
+        "longest": 9 + n,
+        "failed": 0,
+        "oldest": 8 - n,
+        "newest": 6 + n,
+        "are_trained": True,
+        "is_distinct": True,
+        "is_scored": is_scored,
+        "is_flat": is_flat,
+    }
+    assert {name: getattr(found.totals, name) for name in expected} == expected
+    assert made.totals == found.totals
     assert found == made
 
 
