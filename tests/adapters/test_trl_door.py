@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from forked import Parent
 from homes import Home, a_home
 from trl_runs import TrlRun, check
 
@@ -36,8 +37,8 @@ STEPS = 3
 
 
 @pytest.fixture
-def home() -> Iterator[Home]:
-    with a_home() as made:
+def home(parent: Parent) -> Iterator[Home]:
+    with a_home(parent) as made:
         yield made
 
 
