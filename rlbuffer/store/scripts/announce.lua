@@ -16,9 +16,9 @@ if number ~= attempt then return {'FENCED', number or '0'} end
 local epoch = redis.call('HGET', meta_key, 'epoch') or '0'
 local current = redis.call('HGET', policy_key, adapter)
 if current then
-  local its_epoch, version, record = string.match(current, '^(%d+) (%d+) (.*)$')
+  local current_epoch, version, record = string.match(current, '^(%d+) (%d+) (.*)$')
   local gains_weights = version == new_version and record == weightless and new_record ~= record
-  if its_epoch == epoch and tonumber(version) >= tonumber(new_version) and not gains_weights then return {'OLD', version} end
+  if current_epoch == epoch and tonumber(version) >= tonumber(new_version) and not gains_weights then return {'OLD', version} end
 end
 redis.call('HSET', policy_key, adapter, epoch .. ' ' .. new_version .. ' ' .. new_record)
 return {'OK'}

@@ -20,7 +20,7 @@
 -- from steps that the server has lost: there may be versions out there that this attempt will make again otherwise. What
 -- is announced and may be given up is taken back; the new trainer announces what it has.
 local trainer_key, meta_key, policy_key, steps_key, history_key = unpack(KEYS)
-local uuid, world_size, resume_step, known_epoch, known_digest, claim, server, announces, record, history_kept =
+local uuid, world_size, resume_step, trainer_epoch, trainer_digest, claim, server, announces, record, history_kept =
   unpack(ARGV, 1, 10)
 local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'retired', 'digest', 'since',
   'recovered')
@@ -31,20 +31,20 @@ local resume, step = tonumber(resume_step), tonumber(meta[2] or '0')
 local refusal
 if resume > step then
   refusal = {'AHEAD', meta[2] or '0'}
-elseif known_digest ~= '' and resume > 0 then
-  local there = resume == step and meta[4] or ''
+elseif trainer_digest ~= '' and resume > 0 then
+  local digest = resume == step and meta[4] or ''
   local found = redis.call('XRANGE', steps_key, resume_step .. '-0', resume_step .. '-0')
   if #found == 1 then
     for k = 1, #found[1][2], 2 do
-      if found[1][2][k] == 'digest' then there = found[1][2][k + 1] end
+      if found[1][2][k] == 'digest' then digest = found[1][2][k + 1] end
     end
   end
-  if there and there ~= '' and there ~= known_digest then refusal = {'DIGEST', there} end
+  if digest and digest ~= '' and digest ~= trainer_digest then refusal = {'DIGEST', digest} end
 end
 -- Handed back is only what belongs to this run: its epochs go on from `since`. A recovery may have been lost, too, so
 -- the trainer can know an epoch or a few more; that of another run under this name lies further away.
-local known = tonumber(known_epoch) or 0
-local fits = claim ~= '' and known >= tonumber(meta[5] or meta[1]) and known <= tonumber(meta[1]) + 100
+local newest_epoch = tonumber(trainer_epoch) or 0
+local fits = claim ~= '' and newest_epoch >= tonumber(meta[5] or meta[1]) and newest_epoch <= tonumber(meta[1]) + 100
 if refusal and not fits then return refusal end
 local newest = math.max(step, resume)
 if not refusal and resume < tonumber(meta[3] or '0') then

@@ -13,10 +13,10 @@
 --       {'TAKEN'}        the ticket is not out any more, or its group was begun with another key
 --       {'GONE'}         the run does not exist
 local meta_key, open_key, keys_key, group_key, counts_key, tickets_key = unpack(KEYS, 1, 6)
-local asked, group, env, number, idle, grace, salt, about = unpack(ARGV, 1, 8)
+local key_digest, group, env, number, idle, grace, salt, about = unpack(ARGV, 1, 8)
 local epoch = redis.call('HGET', meta_key, 'epoch')
 if not epoch then return {'GONE'} end
-local begun = redis.call('HGET', keys_key, asked)
+local begun = redis.call('HGET', keys_key, key_digest)
 if begun then return {'DUP', begun} end
 if not redis.call('ZSCORE', tickets_key, number) or redis.call('EXISTS', group_key) == 1 then return {'TAKEN'} end
 
@@ -25,9 +25,9 @@ local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local clock, size = string.format('%.0f', now), #ARGV - 8
 local deadline = string.format('%.0f', now + tonumber(idle))
 redis.call('ZADD', tickets_key, string.format('%.0f', now + tonumber(idle) + tonumber(grace)), number)
-redis.call('HSET', keys_key, asked, group)
-redis.call('HSET', group_key, 'key', asked, 'env', env, 'number', number, 'size', size, 'left', size, 'epoch', epoch,
-  'salt', salt, 'about', about, 'begun', clock)
+redis.call('HSET', keys_key, key_digest, group)
+redis.call('HSET', group_key, 'key', key_digest, 'env', env, 'number', number, 'size', size, 'left', size,
+  'epoch', epoch, 'salt', salt, 'about', about, 'begun', clock)
 for i = 1, size do
   redis.call('HSET', KEYS[6 + i], 'state', 'open', 'capability', ARGV[8 + i], 'epoch', epoch, 'idle', idle,
     'begun', clock, 'heard', clock, 'calls', 0, 'sequences', 0, 'bytes', 0, 'tokens', 0)

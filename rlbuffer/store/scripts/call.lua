@@ -29,13 +29,13 @@
 local meta_key, open_key, rollout_key, tickets_key, counts_key = unpack(KEYS, 1, 5)
 local action, name, capability, env, ticket, grace = unpack(ARGV, 1, 6)
 if redis.call('HEXISTS', meta_key, 'schema') == 0 then return {'GONE'} end
-local known = redis.call('HMGET', rollout_key, 'state', 'capability', 'end', 'epoch', 'idle', 'calls', 'bytes', 'oldest',
-  'sequences', 'frozen')
-if not known[1] or known[2] ~= capability then return {'UNKNOWN'} end
-if known[1] ~= 'open' then return {'ENDED', known[3] or ''} end
+local rollout = redis.call('HMGET', rollout_key, 'state', 'capability', 'end', 'epoch', 'idle', 'calls', 'bytes',
+  'oldest', 'sequences', 'frozen')
+if not rollout[1] or rollout[2] ~= capability then return {'UNKNOWN'} end
+if rollout[1] ~= 'open' then return {'ENDED', rollout[3] or ''} end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local deadline = now + tonumber(known[5])
+local deadline = now + tonumber(rollout[5])
 
 local function is_there(number, id)
   if id ~= '' then return redis.call('HGET', rollout_key, 'i:' .. id) == number end
@@ -44,25 +44,25 @@ end
 
 local calls = ''
 if action == 'record' then
-  local its_line, request, seen, after, history, call, oldest, tokens, most_calls, most_bytes, id, after_id,
+  local sampled_line, request, seen_call, after, history, call, oldest, tokens, most_calls, most_bytes, id, after_id,
     most_sequences = unpack(ARGV, 7, 19)
-  local known_as = redis.call('HGET', rollout_key, 'i:' .. id)
-  if known_as then return {'SAME', known_as} end
-  if known[10] then return {'FROZEN'} end
+  local number = redis.call('HGET', rollout_key, 'i:' .. id)
+  if number then return {'SAME', number} end
+  if rollout[10] then return {'FROZEN'} end
   local newest = redis.call('HGET', rollout_key, 'r:' .. request)
-  if newest and newest ~= seen then return {'DUP', newest, redis.call('HGET', rollout_key, 'c:' .. newest) or ''} end
+  if newest and newest ~= seen_call then return {'DUP', newest, redis.call('HGET', rollout_key, 'c:' .. newest) or ''} end
   local meta = redis.call('HMGET', meta_key, 'epoch', 'line', 'since')
   local line = meta[2] or meta[3] or meta[1] or ''
-  if line ~= its_line or tonumber(known[4]) < tonumber(line) then return {'LINE', meta[1] or '', line} end
-  local full = {'FULL', known[6], known[7], known[9] or '0'}
-  if tonumber(known[6]) >= tonumber(most_calls) or tonumber(known[7]) + #call > tonumber(most_bytes) then return full end
+  if line ~= sampled_line or tonumber(rollout[4]) < tonumber(line) then return {'LINE', meta[1] or '', line} end
+  local full = {'FULL', rollout[6], rollout[7], rollout[9] or '0'}
+  if tonumber(rollout[6]) >= tonumber(most_calls) or tonumber(rollout[7]) + #call > tonumber(most_bytes) then return full end
   if after ~= '0' and not is_there(after, after_id) then return {'MISSING', after} end
   -- A call that goes on from one that nobody has gone on from yet makes that one's sequence longer.
   local is_longer = after ~= '0' and redis.call('HEXISTS', rollout_key, 'n:' .. after) == 0
-  local sequences = tonumber(known[9] or '0') + (is_longer and 0 or 1)
+  local sequences = tonumber(rollout[9] or '0') + (is_longer and 0 or 1)
   if sequences > tonumber(most_sequences) then return full end
-  if known[8] then oldest = string.format('%.0f', math.min(tonumber(known[8]), tonumber(oldest))) end
-  calls = string.format('%.0f', tonumber(known[6]) + 1)
+  if rollout[8] then oldest = string.format('%.0f', math.min(tonumber(rollout[8]), tonumber(oldest))) end
+  calls = string.format('%.0f', tonumber(rollout[6]) + 1)
   redis.call('HSET', rollout_key, 'calls', calls, 'c:' .. calls, call, 'i:' .. id, calls, 'r:' .. request, calls,
     'h:' .. history, calls, 'oldest', oldest, 'sequences', string.format('%.0f', sequences))
   if is_longer then redis.call('HSET', rollout_key, 'n:' .. after, calls) end

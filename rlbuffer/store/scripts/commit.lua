@@ -42,9 +42,9 @@ end
 
 local groups, kept, changed, has_reuse = {}, {}, {}, redis.call('EXISTS', reuse_key) == 1
 for group, env, uses, keeps in string.gmatch(new_groups, '(%S+) (%S+) (%d+) ([01])\n') do
-  local known = string.match(has_reuse and redis.call('HGET', reuse_key, group) or '0', '^%d+')
-  groups[#groups + 1] = {id = group, env = env, before = tonumber(known)}
-  kept[group], changed[group] = keeps == '1', known ~= uses
+  local recorded_uses = string.match(has_reuse and redis.call('HGET', reuse_key, group) or '0', '^%d+')
+  groups[#groups + 1] = {id = group, env = env, before = tonumber(recorded_uses)}
+  kept[group], changed[group] = keeps == '1', recorded_uses ~= uses
 end
 
 -- A list for each value: a table for each entry would be most of what an entry costs.
@@ -63,11 +63,11 @@ for id, used_group, rollouts, tokens, dropped in string.gmatch(new_entries, of_e
   elseif fields then
     entry.env, entry.group, entry.key, entry.rollouts, entry.tokens, entry.metadata = nil
     for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
-    local its_rollouts, its_tokens = tonumber(rollouts), tonumber(tokens)
+    local total_rollouts, total_tokens = tonumber(rollouts), tonumber(tokens)
     for _, more_rollouts, more_tokens in string.gmatch(dropped, of_reason) do
-      its_rollouts, its_tokens = its_rollouts + tonumber(more_rollouts), its_tokens + tonumber(more_tokens)
+      total_rollouts, total_tokens = total_rollouts + tonumber(more_rollouts), total_tokens + tonumber(more_tokens)
     end
-    if tonumber(entry.rollouts) ~= its_rollouts or tonumber(entry.tokens) ~= its_tokens then
+    if tonumber(entry.rollouts) ~= total_rollouts or tonumber(entry.tokens) ~= total_tokens then
       return {'UNEQUAL', id, entry.rollouts or '', entry.tokens or ''}
     end
     env, group, suffix = entry.env, entry.group, entry.key

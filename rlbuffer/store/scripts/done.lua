@@ -20,12 +20,12 @@ if action == 'done' then
   local epoch, env = ARGV[2], ARGV[3]
   local meta = redis.call('HMGET', meta_key, 'epoch', 'line', 'since')
   if meta[1] ~= epoch then return {'GONE', meta[1] or '', meta[2] or meta[3] or meta[1] or ''} end
-  local known = redis.call('HGET', ends_key, env) or ''
-  if string.sub(known, 1, 1) ~= '=' then
-    known = '=' .. (redis.call('HGET', numbers_key, env) or '0')
-    redis.call('HSET', ends_key, env, known)
+  local ending = redis.call('HGET', ends_key, env) or ''
+  if string.sub(ending, 1, 1) ~= '=' then
+    ending = '=' .. (redis.call('HGET', numbers_key, env) or '0')
+    redis.call('HSET', ends_key, env, ending)
   end
-  return {'OK', string.sub(known, 2)}
+  return {'OK', string.sub(ending, 2)}
 end
 
 if action == 'resume' then

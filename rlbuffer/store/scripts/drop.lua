@@ -20,9 +20,9 @@ else
 end
 
 -- An entry that did not come through PUSH may hold anything, or nothing: it must go all the same.
-local function known(value, pattern, otherwise)
-  if value and string.match(value, pattern) and (otherwise ~= '0' or #value <= 15) then return value end
-  return otherwise
+local function plain_value(value, pattern, default)
+  if value and string.match(value, pattern) and (default ~= '0' or #value <= 15) then return value end
+  return default
 end
 
 local step = redis.call('HGET', meta_key, 'step') or '0'
@@ -39,9 +39,9 @@ for _ = 1, tonumber(drops) do
     if #found == 1 and redis.call('XDEL', pool_key, ARGV[i]) == 1 then
       local fields, entry = found[1][2], {}
       for k = 1, #fields, 2 do entry[fields[k]] = fields[k + 1] end
-      local fate = known(entry.env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason
-      redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
-      redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
+      local fate = plain_value(entry.env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason
+      redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', plain_value(entry.rollouts, '^%d+$', '0'))
+      redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', plain_value(entry.tokens, '^%d+$', '0'))
       if entry.group and entry.key then
         redis.call('ZADD', garbage_key, step, prefix .. entry.group .. ':' .. entry.key)
       end
@@ -60,7 +60,7 @@ for _ = 1, tonumber(drops) do
     if closes == '1' then
       -- What is late of a group that was trained, or dropped before, makes no second group of it.
       if not redis.call('ZSCORE', closed_key, group) then
-        redis.pcall('HINCRBY', ledger_key, known(env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason .. ':groups', 1)
+        redis.pcall('HINCRBY', ledger_key, plain_value(env, '^[%w_.-]+$', '?') .. ':dropped:' .. reason .. ':groups', 1)
       end
       redis.call('ZADD', closed_key, closed_at, group)
     end

@@ -19,10 +19,10 @@
 local meta_key, open_key, rollout_key, group_key, ended_key, counts_key, tickets_key = unpack(KEYS, 1, 7)
 local action, name, ending, group, env, ticket, grace, word = unpack(ARGV, 1, 8)
 if redis.call('HEXISTS', meta_key, 'schema') == 0 then return {'GONE'} end
-local known = redis.call('HMGET', rollout_key, 'state', 'capability', 'end', 'idle')
-if not known[1] or (action == 'end' and word ~= '' and known[2] ~= word) then return {'UNKNOWN'} end
+local rollout = redis.call('HMGET', rollout_key, 'state', 'capability', 'end', 'idle')
+if not rollout[1] or (action == 'end' and word ~= '' and rollout[2] ~= word) then return {'UNKNOWN'} end
 if action == 'drop' then
-  if known[1] ~= 'ended' then return {'OPEN'} end
+  if rollout[1] ~= 'ended' then return {'OPEN'} end
   local names, kept = {'state', 'capability', 'epoch', 'idle', 'begun', 'heard', 'calls', 'sequences', 'bytes', 'tokens',
     'oldest', 'end'}, {'dropped', word}
   local values = redis.call('HMGET', rollout_key, unpack(names))
@@ -36,14 +36,14 @@ if action == 'drop' then
   redis.call('HSET', rollout_key, unpack(kept))
   return {'OK'}
 end
-if known[1] ~= 'open' then
-  if known[3] == ending then return {'SAME'} end
-  return {'OTHER', known[3] or ''}
+if rollout[1] ~= 'open' then
+  if rollout[3] == ending then return {'SAME'} end
+  return {'OTHER', rollout[3] or ''}
 end
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
-local deadline = now + tonumber(known[4])
+local deadline = now + tonumber(rollout[4])
 if action == 'expire' then
   local till = tonumber(redis.call('ZSCORE', open_key, name) or '0')
   if till > now + tonumber(word) then redis.call('ZADD', open_key, string.format('%.0f', deadline), name) end

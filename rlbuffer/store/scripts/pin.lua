@@ -5,12 +5,12 @@
 -- KEYS  none
 -- ARGV  pushes, each of: payload key, the fields of it that are asked for ("0 1 2")
 -- Reply {size...} of all fields in this order; 0 for one that is missing, an error where the key is no hash
-local sizes, asked = {}, 0
+local sizes, count = {}, 0
 for i = 1, #ARGV, 2 do
   local key = ARGV[i]
   for field in string.gmatch(ARGV[i + 1], '%d+') do
-    asked = asked + 1
-    sizes[asked] = redis.pcall('HSTRLEN', key, field)
+    count = count + 1
+    sizes[count] = redis.pcall('HSTRLEN', key, field)
   end
 end
 return sizes

@@ -33,20 +33,20 @@
 --                           the epoch `line`
 -- A replacing entry has two fields more: `replaces`, that id, and `pushed`, when its rollouts came first (server ms).
 local meta_key, pool_key, producer_key, ledger_key, garbage_key = unpack(KEYS)
-local its_epoch, number, stored, env, group, suffix, rollouts, tokens, metadata, replaced, prefix, opened
+local producer_epoch, number, stored, env, group, suffix, rollouts, tokens, metadata, replaced, prefix, opened
   = unpack(ARGV, 1, 12)
 local epoch = redis.call('HGET', meta_key, 'epoch')
-if epoch ~= its_epoch then
+if epoch ~= producer_epoch then
   local first = redis.call('HMGET', meta_key, 'line', 'since')
   return {'GONE', epoch or '', first[1] or first[2] or epoch or ''}
 end
 
-local known = redis.call('HMGET', producer_key, 'sequence', 'id')
-local last = tonumber(known[1] or '0') or 0  -- a worker may have written anything there
+local producer = redis.call('HMGET', producer_key, 'sequence', 'id')
+local last = tonumber(producer[1] or '0') or 0  -- a worker may have written anything there
 local sequence = tonumber(number)
 if sequence <= last then
   if stored ~= '' then redis.call('UNLINK', stored) end
-  local id = sequence == last and known[2] or ''
+  local id = sequence == last and producer[2] or ''
   local is_pending = id ~= '' and #redis.call('XRANGE', pool_key, id, id) > 0
   return {'DUP', id, is_pending and '1' or ''}
 end

@@ -14,13 +14,13 @@
 --       {'FENCED', owner}   the token is not the current one, or the lease has expired
 --       {'UNEQUAL', id, rollouts, tokens}  an entry holds this, not what is given
 -- Steps here that the trainer has, too, count as trained, but for what was given and not trained of them; steps of other
--- content are void (their groups have tombstones since their commit). A group that waits for another use is let go when it was in a lost step, because it has been used
--- more often than is known here, and when it is in a step that is void. The stream is deleted, not trimmed: after a
--- deletion a smaller step may come next.
+-- content are void (their groups have tombstones since their commit). A group that waits for another use is let go when
+-- it was in a lost step, because it has been used more often than is known here, and when it is in a step that is void.
+-- The stream is deleted, not trimmed: after a deletion a smaller step may come next.
 local lease_key, meta_key, pool_key, steps_key, ledger_key, closed_key, garbage_key, trainer_key, history_key,
   reuse_key, unused_key = unpack(KEYS)
-local token, attempt, claim, its_step, its_digest, its_epoch, first_other, prefix, history_kept, record, unused_lines,
-  group_count = unpack(ARGV, 1, 12)
+local token, attempt, claim, claimed_step, claimed_digest, claimed_epoch, first_other, prefix, history_kept, record,
+  unused_lines, group_count = unpack(ARGV, 1, 12)
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local lease = redis.call('HMGET', lease_key, 'owner', 'until', 'token')
@@ -67,10 +67,10 @@ local meta = redis.call('HMGET', meta_key, 'epoch', 'step')
 local fork = tonumber(first_other)
 local before = tonumber(trainer[3] or '0')
 local unused = {}
-for step, env, rollouts, tokens, its_record in string.gmatch(unused_lines, '(%d+) (%S+) (%d+) (%d+) %x+ (%x+)\n') do
+for step, env, rollouts, tokens, encoded_record in string.gmatch(unused_lines, '(%d+) (%S+) (%d+) (%d+) %x+ (%x+)\n') do
   unused[step] = {env = env, rollouts = rollouts, tokens = tokens}
   if tonumber(step) > before then
-    local drop = string.gsub(its_record, '%x%x', function(digits) return string.char(tonumber(digits, 16)) end)
+    local drop = string.gsub(encoded_record, '%x%x', function(digits) return string.char(tonumber(digits, 16)) end)
     redis.pcall('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', drop)
   end
 end
@@ -107,7 +107,7 @@ for i = 1, #entries do
     redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', rollouts)
     redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', tokens)
   end
-  redis.call('ZADD', garbage_key, its_step, use.key)
+  redis.call('ZADD', garbage_key, claimed_step, use.key)
 end
 local lost = {}
 for i = 13, 12 + 3 * tonumber(group_count), 3 do
@@ -124,16 +124,16 @@ for i = 1, #reuse, 2 do
   if lost[group] then
     redis.call('HDEL', reuse_key, reuse[i])
     if entry ~= '' then
-      redis.call('ZADD', garbage_key, its_step, prefix .. group .. ':' .. string.match(reuse[i + 1], '^%S+ (%S+) '))
+      redis.call('ZADD', garbage_key, claimed_step, prefix .. group .. ':' .. string.match(reuse[i + 1], '^%S+ (%S+) '))
     end
   end
 end
 redis.call('DEL', steps_key, unused_key)
-local epoch = string.format('%.0f', math.max(tonumber(meta[1]), tonumber(its_epoch)) + 1)
-redis.call('HSET', meta_key, 'epoch', epoch, 'step', its_step, 'digest', its_digest,
-  'retired', its_step, 'retired_digest', its_digest, 'recovered', its_step, 'checkpoint_now', its_step)
+local epoch = string.format('%.0f', math.max(tonumber(meta[1]), tonumber(claimed_epoch)) + 1)
+redis.call('HSET', meta_key, 'epoch', epoch, 'step', claimed_step, 'digest', claimed_digest,
+  'retired', claimed_step, 'retired_digest', claimed_digest, 'recovered', claimed_step, 'checkpoint_now', claimed_step)
 redis.call('HDEL', meta_key, 'ended')
-redis.call('HSET', trainer_key, 'trained', its_step, 'digest', its_digest, 'epoch', epoch)
+redis.call('HSET', trainer_key, 'trained', claimed_step, 'digest', claimed_digest, 'epoch', epoch)
 redis.call('HDEL', trainer_key, 'claim')
 redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', record)
 return {'OK', epoch}

@@ -25,12 +25,12 @@
 -- Each step in (trained before, trained now] moves its totals from packed to trained, once; what was not trained of it
 -- is dropped as unused, and `unused` keeps it under the step's number until that retires.
 local trainer_key, meta_key, steps_key, ledger_key, policy_key, unused_key, history_key = unpack(KEYS)
-local attempt, its_epoch, its_step, its_digest, oldest_kept, claim, checkpoint, newest_version, server, hand,
-  takes, unused_lines, finished, history_kept = unpack(ARGV, 1, 14)
+local attempt, trainer_epoch, acknowledged_step, acknowledged_digest, oldest_kept, claim, checkpoint, newest_version,
+  server, hand, takes, unused_lines, finished, history_kept = unpack(ARGV, 1, 14)
 local trainer = redis.call('HMGET', trainer_key, 'number', 'trained', 'oldest_kept', 'digest', 'server')
 if trainer[1] ~= attempt then return {'FENCED', trainer[1] or '0'} end
 local meta = redis.call('HMGET', meta_key, 'epoch', 'step', 'since', 'retired')
-if meta[1] ~= its_epoch then return {'EPOCH', meta[1] or '', meta[3] or meta[1] or ''} end
+if meta[1] ~= trainer_epoch then return {'EPOCH', meta[1] or '', meta[3] or meta[1] or ''} end
 local time = redis.call('TIME')
 local clock = string.format('%.0f', tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000))
 local function hand_back(reply)
@@ -38,7 +38,7 @@ local function hand_back(reply)
   if claim ~= '' then redis.call('HSET', trainer_key, 'claim', claim, 'seen', clock, 'hand', hand) end
   return reply
 end
-local before, trained = tonumber(trainer[2] or '0'), tonumber(its_step)
+local before, trained = tonumber(trainer[2] or '0'), tonumber(acknowledged_step)
 local last, newest = tonumber(meta[2] or '0'), tonumber(newest_version)
 if newest > trained and (newest > last or (trainer[5] and trainer[5] ~= server)) then
   local epoch = string.format('%.0f', tonumber(meta[1]) + 1)
@@ -66,14 +66,16 @@ local moves = {}
 for step = before + 1, trained do
   local header = fields_of(step)
   if not header then return {'MISSING', string.format('%.0f', step)} end
-  if step == trained and its_digest ~= '' and header.digest ~= its_digest then return hand_back({'DIGEST', header.digest}) end
+  if step == trained and acknowledged_digest ~= '' and header.digest ~= acknowledged_digest then
+    return hand_back({'DIGEST', header.digest})
+  end
   header.number = string.format('%.0f', step)
   moves[#moves + 1] = header
 end
-if trained <= before and trained > 0 and its_digest ~= '' then
+if trained <= before and trained > 0 and acknowledged_digest ~= '' then
   local header = fields_of(trained)
-  local there = header and header.digest or (trained == before and trainer[4] or '')
-  if there ~= '' and there ~= its_digest then return hand_back({'DIGEST', there}) end
+  local digest = header and header.digest or (trained == before and trainer[4] or '')
+  if digest ~= '' and digest ~= acknowledged_digest then return hand_back({'DIGEST', digest}) end
 end
 
 local unused, records = {}, {}
@@ -83,19 +85,22 @@ for step, left, record in string.gmatch(unused_lines or '', '(%d+) ([^\n]*) (%x+
 end
 for i = 1, #moves do
   local left_out = unused[moves[i].number]
-  local its_env, its_rollouts, its_tokens = string.match(left_out or '', '^(%S+) (%d+) (%d+) ')
+  local unused_env, unused_rollouts, unused_tokens = string.match(left_out or '', '^(%S+) (%d+) (%d+) ')
   if left_out then
     redis.pcall('HSET', unused_key, moves[i].number, left_out)
     redis.pcall('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', records[moves[i].number])
   end
   for env, rollouts, tokens, groups in string.gmatch(moves[i].packed, '(%S+) (%d+) (%d+) (%d+)') do
-    local is_unused = env == its_env and its_rollouts == rollouts
-    local left = env == its_env and {rollouts = its_rollouts, tokens = its_tokens, groups = is_unused and groups or '0'} or {}
+    local is_unused = env == unused_env and unused_rollouts == rollouts
+    local left = env == unused_env and
+      {rollouts = unused_rollouts, tokens = unused_tokens, groups = is_unused and groups or '0'} or {}
     for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
       local trains = string.format('%.0f', tonumber(amount) - tonumber(left[unit] or '0'))
       redis.pcall('HINCRBY', ledger_key, env .. ':packed:' .. unit, '-' .. amount)
       if trains ~= '0' or not left[unit] then redis.pcall('HINCRBY', ledger_key, env .. ':trained:' .. unit, trains) end
-      if left[unit] and left[unit] ~= '0' then redis.pcall('HINCRBY', ledger_key, env .. ':dropped:unused:' .. unit, left[unit]) end
+      if left[unit] and left[unit] ~= '0' then
+        redis.pcall('HINCRBY', ledger_key, env .. ':dropped:unused:' .. unit, left[unit])
+      end
     end
   end
 end
@@ -109,10 +114,10 @@ if hand_step and tonumber(hand_step) > trained then
   if not header or header.digest ~= hand_digest then is_here = '0' end
 end
 if takes == '1' and is_here == '0' then hand = '' end
-redis.call('HSET', trainer_key, 'seen', clock, 'at', its_step, 'server', server, 'hand', hand,
+redis.call('HSET', trainer_key, 'seen', clock, 'at', acknowledged_step, 'server', server, 'hand', hand,
   'oldest_kept', string.format('%.0f', math.max(tonumber(trainer[3] or '0'), tonumber(oldest_kept))))
 if trained > before then
-  redis.call('HSET', trainer_key, 'trained', its_step, 'digest', its_digest)
+  redis.call('HSET', trainer_key, 'trained', acknowledged_step, 'digest', acknowledged_digest)
 end
 if finished == '1' then redis.call('HSET', trainer_key, 'finished', attempt) end
 return {'OK', string.format('%.0f', math.max(before, trained)), is_here}

@@ -27,9 +27,9 @@ if up_to > retired then
     if found[1][2][k] == 'digest' then digest = found[1][2][k + 1] end
   end
   redis.call('XTRIM', steps_key, 'MINID', string.format('%.0f-0', up_to + 1))
-  local noted = redis.pcall('HKEYS', unused_key)
-  for i = 1, #noted do
-    if (tonumber(noted[i]) or math.huge) <= up_to then redis.call('HDEL', unused_key, noted[i]) end
+  local unused_steps = redis.pcall('HKEYS', unused_key)
+  for i = 1, #unused_steps do
+    if (tonumber(unused_steps[i]) or math.huge) <= up_to then redis.call('HDEL', unused_key, unused_steps[i]) end
   end
   retired = up_to
   redis.call('HSET', meta_key, 'retired', string.format('%.0f', retired), 'retired_digest', digest)

@@ -19,7 +19,7 @@
 --       {'OVER', '<attempt> <step>'} when the trainer has made its last step since the worker began
 -- Of two workers that name different ends the larger one counts, so that none stops the other early.
 local tickets_key, allowance_key, numbers_key, ends_key, meta_key, policy_key, taken_key = unpack(KEYS)
-local _, env, most, ttl, size, section, longest, least, known_end = unpack(ARGV, 1, 9)
+local _, env, most, ttl, size, section, longest, least, earlier_end = unpack(ARGV, 1, 9)
 local function now_ms()
   local time = redis.call('TIME')
   return tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -36,7 +36,7 @@ if not ending or (size ~= '' and (ending == '' or (tonumber(ending) or math.huge
 end
 if section ~= '' then redis.call('HDEL', ends_key, '[worker.' .. section .. ']') end
 local finished = redis.call('HGET', meta_key, 'finished')
-if finished and finished ~= known_end then return {'OVER', finished} end
+if finished and finished ~= earlier_end then return {'OVER', finished} end
 local left = math.huge
 if ending ~= '' then
   left = (tonumber(string.match(ending, '^=?(%d+)$')) or 0) - (tonumber(redis.call('HGET', numbers_key, env) or '0') or 0)

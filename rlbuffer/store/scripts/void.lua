@@ -46,9 +46,9 @@ local function fields_of(list)
 end
 
 -- What a client writes is a plain number; what somebody wrote by hand must not stop this half-way, nor be counted.
-local function known(value, pattern, otherwise)
-  if value and string.match(value, pattern) and (otherwise ~= '0' or #value <= 15) then return value end
-  return otherwise
+local function plain_value(value, pattern, default)
+  if value and string.match(value, pattern) and (default ~= '0' or #value <= 15) then return value end
+  return default
 end
 
 local reuse, is_void = redis.call('HGETALL', reuse_key), {}
@@ -71,14 +71,16 @@ for i = 1, #found do
   elseif part == '0' then
     local fate = tonumber(step) <= trained and 'trained' or 'packed'
     local header = fields_of(found[i][2])
-    local noted = redis.pcall('HGET', unused_key, step)
-    local its_env, its_rollouts, its_tokens = string.match(type(noted) == 'string' and noted or '', '^(%S+) (%d+) (%d+) ')
-    if its_env then redis.call('HDEL', unused_key, step) end
+    local unused_line = redis.pcall('HGET', unused_key, step)
+    local unused_env, unused_rollouts, unused_tokens =
+      string.match(type(unused_line) == 'string' and unused_line or '', '^(%S+) (%d+) (%d+) ')
+    if unused_env then redis.call('HDEL', unused_key, step) end
     for env, rollouts, tokens, groups in string.gmatch(header.packed or '', '(%S+) (%d+) (%d+) (%d+)') do
       for unit, amount in pairs({rollouts = rollouts, tokens = tokens, groups = groups}) do
         local left = '0'
-        if fate == 'trained' and env == its_env then
-          left = ({rollouts = its_rollouts, tokens = its_tokens, groups = its_rollouts == rollouts and groups or '0'})[unit]
+        if fate == 'trained' and env == unused_env then
+          local is_unused = unused_rollouts == rollouts
+          left = ({rollouts = unused_rollouts, tokens = unused_tokens, groups = is_unused and groups or '0'})[unit]
         end
         local trains = string.format('%.0f', tonumber(left) - tonumber(amount))
         redis.pcall('HINCRBY', ledger_key, env .. ':' .. fate .. ':' .. unit, trains)
@@ -114,9 +116,9 @@ while drops_pending == '1' do
   for i = 1, #page do
     local entry = fields_of(page[i][2])
     redis.call('XDEL', pool_key, page[i][1])
-    local fate = known(entry.env, '^[%w_.-]+$', '?') .. ':dropped:void'
-    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', known(entry.rollouts, '^%d+$', '0'))
-    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', known(entry.tokens, '^%d+$', '0'))
+    local fate = plain_value(entry.env, '^[%w_.-]+$', '?') .. ':dropped:void'
+    redis.pcall('HINCRBY', ledger_key, fate .. ':rollouts', plain_value(entry.rollouts, '^%d+$', '0'))
+    redis.pcall('HINCRBY', ledger_key, fate .. ':tokens', plain_value(entry.tokens, '^%d+$', '0'))
     if entry.group and entry.key then
       redis.call('ZADD', garbage_key, kept_step, prefix .. entry.group .. ':' .. entry.key)
       redis.call('ZADD', closed_key, closed_at, entry.group)
