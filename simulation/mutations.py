@@ -152,8 +152,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _of(
         "ticket-without-allowance",
         "ticket",
-        "math.min(wanted, tonumber(allowance) - out)",
-        "wanted",
+        "free = math.min(wanted, free)",
+        "free = wanted",
         tickets=True,
         writers=3,
     ),
@@ -286,12 +286,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _of("commit-refused-for-memory", "commit", "#!lua flags=allow-oom", "#!lua", full=True),
     _of("void-in-the-same-epoch", "void", "tonumber(meta[1]) + 1", "tonumber(meta[1])", taken_back=0.7),
-    _of("void-leaves-the-leader", "void", "if token then", "if false then", taken_back=0.7),
+    _of("void-leaves-the-leader", "void", "redis.call('HSET', lease_key, 'until', '0')", "", taken_back=0.7),
     _of(
         "void-leaves-the-policy",
         "void",
-        "if tonumber(version) > keep or (policies[i] ~= '' and last > keep) then "
-        "redis.call('HDEL', policy_key, policies[i]) end",
+        "if is_void and announces ~= '1' then redis.call('HDEL', policy_key, policies[i]) end",
         "",
         taken_back=0.7,
     ),

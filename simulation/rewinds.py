@@ -145,7 +145,7 @@ class Rewinds:
             self.digests[keep] = ""  # only a checkpoint knows it: the chain begins again
         elif digest != self.digests.get(keep, ""):
             self.fail("I3", f"the run goes on from step {keep} with digest {digest!r}")
-        self._before_void = self._highest.get("meta epoch", 0), self._highest.get("lease token", 0)
+        self._epoch_before_void = self._highest.get("meta epoch", 0)
         for number, live in self.steps.items():
             if number > keep:
                 self._suspects |= live.payloads
@@ -177,11 +177,10 @@ class Rewinds:
                 self.fail("I4", f"step {step} has digest {digest} and {parts} parts since step {keep + 1} is void")
         self.steps.update(self._kept_steps)
         self._new_steps.clear()
-        epoch, token = self._before_void
-        if self.field(self.keys.meta, b"epoch") <= epoch:
+        if self.field(self.keys.meta, b"epoch") <= (epoch := self._epoch_before_void):
             self.fail("I4", f"steps after {keep} are void, the epoch is {epoch} still")
-        if token and self.field(self.keys.lease, b"token") <= token:
-            self.fail("I8", f"steps after {keep} are void, their leader leads on with token {token}")
+        if until := self.field(self.keys.lease, b"until"):
+            self.fail("I8", f"steps after {keep} are void, the lease of their leader runs until {until}")
         for adapter, value in (self.server.data.get(self.keys.policy.encode()) or {}).items():
             if int(value.split(b" ", 2)[1]) > keep and not self.network.plan.stream:
                 self.fail("I5", f"version {value[:40]!r} of {adapter!r} stays, the run goes on from step {keep}")

@@ -221,11 +221,11 @@ class ProducerStore(Member):
                 f"the payload of push {push.suffix} is not on the server any more ({push.key}): sent again"
             )
         if status == "UNEQUAL":
-            env, name, rollouts, tokens = (text(part) for part in reply[1:])
+            rollouts, tokens = (text(part) for part in reply[1:])
             group = push.group
             raise InvalidRollout(
                 f"group {group.group_id} ({group.env}, {push.rollouts} rollouts, {push.tokens} tokens) cannot "
-                f"replace {push.replaces}, which holds {name} ({env}, {rollouts} rollouts, {tokens} tokens)"
+                f"replace {push.replaces}, which holds {rollouts} rollouts and {tokens} tokens"
             )
         if status == "JAMMED":
             raise ServerRefused(

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from simulation.__main__ import run_seed
-from simulation.mutations import MUTATIONS, Mutation
+from simulation.mutations import MUTATIONS, Mutation, source
 
 SEEDS = 400
 """Each must be found within as many."""
@@ -45,6 +45,7 @@ FOUND_IN = {
     "ticket-begins-twice": 6,
     "tombstones-by-time-alone": 29,
     "uses-not-checked": 140,
+    "void-leaves-the-policy": 15,
     "void-leaves-the-reuse": 3,
     "void-of-packed-alone": 15,
 }
@@ -56,6 +57,7 @@ A change to what the simulation draws moves them: `--durations=9` then shows for
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_broken_lua_file_is_found(mutation: Mutation) -> None:
+    assert mutation.applied(source(mutation.script)) != source(mutation.script)
     seeds = [FOUND_IN.get(mutation.name, 0), *range(SEEDS)]
     results = (run_seed(seed, broken=mutation.name) for seed in seeds)
     found = next((result for result in results if result.violation), None)

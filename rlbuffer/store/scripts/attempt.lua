@@ -39,21 +39,21 @@ elseif trainer_digest ~= '' and resume > 0 then
       if found[1][2][k] == 'digest' then digest = found[1][2][k + 1] end
     end
   end
-  if digest and digest ~= '' and digest ~= trainer_digest then refusal = {'DIGEST', digest} end
+  if digest ~= '' and digest ~= trainer_digest then refusal = {'DIGEST', digest} end
 end
 -- Handed back is only what belongs to this run: its epochs go on from `since`. A recovery may have been lost, too, so
 -- the trainer can know an epoch or a few more; that of another run under this name lies further away.
 local newest_epoch = tonumber(trainer_epoch) or 0
 local fits = claim ~= '' and newest_epoch >= tonumber(meta[5] or meta[1]) and newest_epoch <= tonumber(meta[1]) + 100
 if refusal and not fits then return refusal end
-local newest = math.max(step, resume)
 if not refusal and resume < tonumber(meta[3] or '0') then
   -- A recovery has raised the floor, and the trainer ended before it wrote the checkpoint that it was asked for. Steps
   -- after its older one cannot be had any more, so the run goes back to it; a trainer without any begins anew.
   local is_recovered = meta[6] == meta[3] and claim ~= '' and (fits or resume == 0)
   if not is_recovered then return {'RETIRED', meta[3]} end
-  refusal, newest = {'RETIRED', meta[3]}, resume
+  refusal = {'RETIRED', meta[3]}
 end
+local newest = refusal and resume or step
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -61,7 +61,6 @@ local number = string.format('%.0f', math.max(now, tonumber(trainer[1] or '0') +
 local epoch = meta[1]
 local current = redis.call('HGET', policy_key, '')
 local is_above = announces ~= '1' and current and tonumber(string.match(current, '^%d+ (%d+) ')) > newest
-if refusal then newest = resume end
 if refusal or is_above or (trainer[3] and trainer[3] ~= server) then
   epoch = string.format('%.0f', tonumber(epoch) + 1)
   redis.call('HSET', meta_key, 'epoch', epoch, 'line', epoch)

@@ -7,7 +7,7 @@
 --         '[worker.NAME]' -> '' for a worker that is to come)   2 numbers   3 meta
 -- ARGV  1 action, then
 --       done    2 epoch   3 env      no number is given beyond those that were
---               -> {'OK', tickets}  as before when it is said again
+--               -> {'OK'}             changes nothing when it is said again
 --                  {'GONE', epoch, line}  the run is in another epoch ('' when it does not exist), and its line of versions
 --                                      began in the epoch `line`
 --       resume  2 env                what was said of its end is forgotten: its workers say it anew -> {'OK'} | {'SAME'}
@@ -22,10 +22,9 @@ if action == 'done' then
   if meta[1] ~= epoch then return {'GONE', meta[1] or '', meta[2] or meta[3] or meta[1] or ''} end
   local ending = redis.call('HGET', ends_key, env) or ''
   if string.sub(ending, 1, 1) ~= '=' then
-    ending = '=' .. (redis.call('HGET', numbers_key, env) or '0')
-    redis.call('HSET', ends_key, env, ending)
+    redis.call('HSET', ends_key, env, '=' .. (redis.call('HGET', numbers_key, env) or '0'))
   end
-  return {'OK', string.sub(ending, 2)}
+  return {'OK'}
 end
 
 if action == 'resume' then

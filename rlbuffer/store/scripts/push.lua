@@ -25,7 +25,7 @@
 --       {'LATE'}            what it was to replace is not pending any more; where the server lost writes, another group
 --                           may have its id
 --       {'MISSING'}         its payload has expired, or the server lost it: phase 1 comes again
---       {'UNEQUAL', env, group, rollouts, tokens}  what it was to replace holds something else: this
+--       {'UNEQUAL', rollouts, tokens}  what it was to replace holds another number of them: this
 --       {'JAMMED', why}     the pool takes no entry: somebody added one with the largest id, or it is no stream
 --       {'GAP', last}       pushes between `last` and this one are missing here
 --       {'OPEN'}            its open rollouts are not there, or one of them has not ended
@@ -68,7 +68,7 @@ if replaced ~= '' then
     return {'LATE'}
   end
   if old.rollouts ~= rollouts or old.tokens ~= tokens then
-    return {'UNEQUAL', old.env or '', old.group or '', old.rollouts or '', old.tokens or ''}
+    return {'UNEQUAL', old.rollouts or '', old.tokens or ''}
   end
 end
 

@@ -72,7 +72,7 @@ for step = before + 1, trained do
   header.number = string.format('%.0f', step)
   moves[#moves + 1] = header
 end
-if trained <= before and trained > 0 and acknowledged_digest ~= '' then
+if trained <= before and acknowledged_digest ~= '' then
   local header = fields_of(trained)
   local digest = header and header.digest or (trained == before and trainer[4] or '')
   if digest ~= '' and digest ~= acknowledged_digest then return hand_back({'DIGEST', digest}) end

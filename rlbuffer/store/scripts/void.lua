@@ -149,9 +149,6 @@ if trainer[1] then
   if trained > keep then redis.call('HSET', trainer_key, 'digest', digest or '') end
   redis.call('HDEL', trainer_key, 'claim', 'hand')
 end
-local token = redis.call('HGET', lease_key, 'token')
-if token then
-  redis.call('HSET', lease_key, 'token', string.format('%.0f', math.max(now, tonumber(token) + 1)), 'until', '0')
-end
+if redis.call('HEXISTS', lease_key, 'until') == 1 then redis.call('HSET', lease_key, 'until', '0') end
 redis.call('XADD', history_key, 'MAXLEN', '~', history_kept, '*', 'record', record)
 return {'OK', epoch, string.format('%.0f', last - keep), string.format('%.0f', dropped)}

@@ -288,7 +288,8 @@ def test_nothing_goes_back_where_the_clock_was_set_back(trained: Run) -> None:
     client.hset(keys.trainer, "number", AHEAD_MS)
     client.hset(keys.lease, "token", AHEAD_MS)
     trained.store.void_from(5, force=True)
-    assert (field(trained, "trainer", "number"), field(trained, "lease", "token")) == (AHEAD_MS + 1, AHEAD_MS + 1)
+    assert field(trained, "trainer", "number") == AHEAD_MS + 1
+    assert trained.lead().token == AHEAD_MS + 1
 
 
 def test_in_its_last_millisecond_a_lease_lets_its_owner_s_moves_through(frozen: Run) -> None:
