@@ -191,6 +191,7 @@ def test_what_was_unused_goes_when_its_step_is_taken_back_or_retires(served: Ser
     assert account(run) == (2, 3, 3)
     stream.checkpointed(1)
     served.wait_for(lambda: run.store.meta().retired == 1)
+    assert set(run.store.unused()) == {3}
     clean(run)
     stream.close()
     served.stop()

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 from store_runs import Run
 
-from rlbuffer.errors import AttemptFenced, RunGone, StepRetired
+from rlbuffer.errors import AttemptFenced, EpochChanged, RunGone, StepRetired
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.records import Claim
 
@@ -109,6 +109,17 @@ def test_trained_and_oldest_kept_never_go_back_over_attempts(run):
     assert run.store.ledger().total().trained[0] == 6
 
 
+def test_the_newest_checkpoint_of_an_attempt_is_known_from_its_start_on_and_from_each_report_that_names_one(run):
+    for i in range(3):
+        run.step(f"a.{i}")
+    number = attempt(run, resume_step=1).number
+    found = [run.store.trainer().checkpoint]
+    for checkpoint in (0, 2, 0, 3):
+        run.store.report(number, epoch=run.meta.epoch, trained=3, digest="", oldest_kept=1, checkpoint=checkpoint)
+        found.append(run.store.trainer().checkpoint)
+    assert found == [1, 1, 2, 2, 3]
+
+
 def test_step_trained_before_is_compared_by_digest_too(run):
     header = run.step("a.0")
     number = attempt(run).number
@@ -151,6 +162,15 @@ def test_after_a_recovery_a_trainer_of_this_run_alone_hands_back_and_no_step_tha
     with pytest.raises(error) if error else nullcontext():
         assert run.store.attempt(uuid="second", world_size=2, resume_step=resume, claim=claim).newest == resume
     assert bool(run.store.trainer().claim) == (error is None)
+
+
+@pytest.mark.parametrize("since", [-1, 0, 1])
+def test_a_trainer_hears_from_which_epoch_on_it_may_follow_into_another(run, since):
+    number, epoch = attempt(run).number, run.meta.epoch
+    run.client.hset(run.store.keys.meta, mapping={"epoch": epoch + 5, "since": epoch + since})
+    with pytest.raises(EpochChanged) as changed:
+        report(run, number, 0, epoch=epoch)
+    assert (changed.value.epoch, changed.value.follows(epoch)) == (epoch + 5, since <= 0)
 
 
 def test_policy_version_only_grows_within_an_epoch(run):

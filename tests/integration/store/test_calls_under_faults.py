@@ -6,10 +6,8 @@ request. The answers must be the same, and so must be what the server holds afte
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -18,25 +16,18 @@ from typing import Any
 
 import pytest
 import redis
+from alike import held, shape
 from every_role import EveryRole
 from faults import MOMENTS, CuttingProxy, primaries_of
 from store_call_rows import ROWS, Row, calls_of
 from store_runs import Run
 
 from rlbuffer.config.settings import ServerSettings
-from rlbuffer.errors import PayloadError, RlbufferError, ServerUnreachable
+from rlbuffer.errors import RlbufferError, ServerUnreachable
 from rlbuffer.store.server.address import is_cluster
 from rlbuffer.store.session import open_store
 from rlbuffer.store.viewer import Viewer
-from rlbuffer.wire.checksum import unsealed
 
-TIMES = re.compile(
-    r"\b1[0-9]{12}(-[0-9]+)?\b|\b1[0-9]{9}(\.[0-9]+)?\b|\b[0-9a-f]{32}\b|\b[0-9a-f]{64}\b|seconds_ago=[0-9.]+"
-    "|\xcf\x00\x00\x01.{5}",  # a clock in milliseconds as msgpack
-    re.DOTALL | re.ASCII,
-)
-"""Fields that differ between two runs that were prepared alike: clocks, ids that are clocks, digests over those,
-and what is drawn."""
 PREFIX = f"t{uuid.uuid4().hex[:12]}"
 """Of the names of this process's runs."""
 
@@ -153,21 +144,3 @@ def through(proxy: CuttingProxy, run: Run, home: Path) -> EveryRole:
     store.token = run.token  # it goes on as the same leader, and reads nothing again
     store.stream(f"nothing-{uuid.uuid4().hex}", "0", block_seconds=0.001)
     return store
-
-
-def held(run: Run) -> Any:
-    """Keys and values of the run on the server."""
-    return shape(run.control_keys(), run), len(run.payload_keys())
-
-
-def shape(value: Any, run: Run) -> Any:
-    """The value without what differs between two runs that were prepared alike."""
-    if isinstance(value, dict):
-        return {shape(key, run): shape(item, run) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [shape(item, run) for item in value]
-    if isinstance(value, bytes):
-        with suppress(PayloadError):
-            value = unsealed(value, "")  # the checksum is over clocks, too
-    text = value.decode("latin-1") if isinstance(value, bytes) else repr(value)
-    return TIMES.sub("T", text.replace(run.store.run, "RUN"))

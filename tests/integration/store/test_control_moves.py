@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from alike import held
+from store_call_rows import ROWS, calls_of
 from store_runs import Run
 
 from rlbuffer.errors import RlbufferError
@@ -16,6 +18,7 @@ from rlbuffer.records.states import ReportStatus
 from rlbuffer.store.claim import ATTEMPT_SECONDS
 from rlbuffer.store.records import Claim, TrainedStep
 from rlbuffer.store.step_in_hand import StepInHand
+from rlbuffer.store.viewer import Viewer
 
 pytest_plugins = ("store_fixtures",)
 
@@ -35,11 +38,16 @@ def trained(run: Run) -> Run:
     return run
 
 
+def stop_clock(monkeypatch: pytest.MonkeyPatch, at_ms: int) -> None:
+    """That of `memory://`, for scripts."""
+    clock = SimpleNamespace(time=lambda: at_ms / 1000)
+    monkeypatch.setattr("fakeredis.commands_mixins.server_mixin.time", clock)
+
+
 @pytest.fixture
 def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """The same on a server whose clock stands still, at :data:`NOW_MS`."""
-    clock = SimpleNamespace(time=lambda: NOW_MS / 1000)
-    monkeypatch.setattr("fakeredis.commands_mixins.server_mixin.time", clock)  # of `memory://` alone
+    stop_clock(monkeypatch, NOW_MS)
     run = Run(f"memory://{tmp_path.name}", tmp_path)
     for i in range(3):
         run.step(f"a.{i}")
@@ -233,11 +241,13 @@ def test_void_leaves_a_trainer_that_is_behind_where_it_is(trained: Run) -> None:
 
 def test_a_recovery_goes_on_from_the_first_epoch_and_counts_what_was_committed_here(trained: Run) -> None:
     trained.client.hset(trained.store.keys.meta, "ended", "3")
-    handed_back(trained)
+    handed_back(trained, "a.7", "a.8", "a.9")
     meta = trained.store.meta()
     assert (meta.since, meta.step, meta.retired, meta.ended) == (trained.meta.since, 4, 4, None)
     assert field(trained, "ledger", "a:packed:rollouts") == 0
-    assert field(trained, "ledger", "a:trained:rollouts") == 6
+    assert field(trained, "ledger", "a:trained:rollouts") == 8
+    assert field(trained, "ledger", "a:trained:groups") == 4
+    assert {"a.7", "a.8", "a.9"} <= set(trained.store.closed_groups())
 
 
 def test_a_recovery_counts_a_rollout_that_was_pushed_twice_once_and_the_repeat_as_dropped(run: Run) -> None:
@@ -271,6 +281,22 @@ def test_what_was_handed_back_is_forgotten_once_the_trainer_is_at_the_retired_st
     assert trained.store.trainer().claim == b""
 
 
+@pytest.mark.parametrize("move", ["drop", "void"])
+@pytest.mark.parametrize(("written", "counted"), [("9" * 15, 10**15 - 1), ("9" * 16, 0)])
+def test_what_leaves_the_pool_counts_as_written_there_where_a_client_could_have_written_it(
+    run: Run, move: str, written: str, counted: int
+) -> None:
+    run.lead()
+    by_hand = {"env": "a", "group": "a.0", "key": "u.1", "rollouts": written, "tokens": written, "metadata": b""}
+    run.client.xadd(run.store.keys.pool, by_hand)
+    if move == "drop":
+        run.drop("void", run.pool())
+    else:
+        run.store.rewind(0)
+    assert run.pool() == []
+    assert [field(run, "ledger", f"a:dropped:void:{unit}") for unit in ("rollouts", "tokens")] == [counted] * 2
+
+
 def test_steps_that_are_taken_back_stand_in_the_history(trained: Run) -> None:
     before = len(trained.store.history())
     trained.store.void_from(3, force=True)
@@ -290,6 +316,22 @@ def test_nothing_goes_back_where_the_clock_was_set_back(trained: Run) -> None:
     trained.store.void_from(5, force=True)
     assert field(trained, "trainer", "number") == AHEAD_MS + 1
     assert trained.lead().token == AHEAD_MS + 1
+
+
+@pytest.mark.parametrize("name", sorted(ROWS.keys() - calls_of(Viewer) - {"close"}))
+def test_where_the_clock_stands_elsewhere_every_time_that_a_call_leaves_stands_as_far_from_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = []
+    for clock_ms in (NOW_MS, NOW_MS + 3_875):
+        stop_clock(monkeypatch, clock_ms)
+        run = Run(f"memory://{tmp_path.name}-{clock_ms}", tmp_path, "run")
+        ROWS[name].prepare(run)
+        stop_clock(monkeypatch, clock_ms + 5_250)
+        ROWS[name].call(run.store, run)
+        left.append(held(run, clock_ms=clock_ms))
+        run.close()
+    assert left[0] == left[1]
 
 
 def test_in_its_last_millisecond_a_lease_lets_its_owner_s_moves_through(frozen: Run) -> None:

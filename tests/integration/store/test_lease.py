@@ -213,6 +213,14 @@ def test_no_more_tickets_are_out_than_allowed(run):
     assert take(run, 5, "b") == []
 
 
+@pytest.mark.parametrize(("allowed", "given"), [(0, []), (1, [1, 2]), (9, [1, 2, 3])])
+def test_who_cannot_get_on_without_more_is_given_them_unless_none_are_allowed(run, allowed, given):
+    allow(run, a=1)
+    take(run, 1)
+    allow(run, a=allowed)
+    assert run.store.take_tickets("a", 3, ttl_seconds=60, least=2) == given
+
+
 def test_tickets_of_ingested_groups_make_room_for_new_numbers(run):
     allow(run, a=2)
     take(run, 2)

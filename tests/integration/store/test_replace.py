@@ -94,7 +94,7 @@ def test_other_rollouts_cannot_take_the_place_of_a_push(run: Run):
     other = make_group(env="a", size=3, group_id="a.0", lengths=[8, 8, 8])
     with pytest.raises(InvalidRollout) as raised:
         run.store.push(other, producer="s", incarnation="s", sequence=1, epoch=run.meta.epoch, replaces=old.entry_id)
-    assert old.entry_id in str(raised.value)
+    assert f"{old.entry_id}, which holds 2 rollouts and {old.tokens} tokens" in str(raised.value)
     assert run.control_keys() == before
 
 

@@ -14,6 +14,7 @@ from rlbuffer.config.batcher import BatcherConfig
 from rlbuffer.errors import LeaseLost, NotFound, StepRetired
 from rlbuffer.records.states import Reason, Trait
 from rlbuffer.records.step_plan import PlannedRollouts
+from rlbuffer.store.records import Claim
 from rlbuffer.testing import make_group
 from rlbuffer.wire import payload
 
@@ -110,25 +111,27 @@ def _no_lease(run: Run) -> None:
     run.client.delete(run.store.keys.lease)
 
 
-@pytest.mark.parametrize("spoil", [_other_leader, _expired, _no_lease])
-def test_who_does_not_lead_can_neither_commit_nor_drop_nor_retire(run, spoil):
+@pytest.mark.parametrize(("spoil", "holder"), [(_other_leader, "other"), (_expired, "leader"), (_no_lease, "nobody")])
+def test_who_does_not_lead_changes_nothing_and_is_told_whose_the_lease_is(run, spoil, holder):
     run.lead()
     run.push()
     entries = run.pool()
+    claim = Claim(step=1, epoch=run.meta.epoch, digest="d" * 64, steps=())
+    run.store.attempt(uuid="trainer", world_size=2, resume_step=1, claim=claim)
+    trainer = run.store.trainer()
     spoil(run)
     before = run.control_keys()
-    with pytest.raises(LeaseLost, match=f"the lease of run '{run.store.run}' is not this batcher's any more"):
-        run.commit()
-    with pytest.raises(LeaseLost):
-        run.drop("stale", entries)
-    with pytest.raises(LeaseLost):
-        run.store.retire(1)
     for refused in (
+        lambda: run.commit(),
+        lambda: run.drop("stale", entries),
+        lambda: run.store.retire(1),
+        lambda: run.store.recover(trainer, entries),
         lambda: run.store.set_config({"max_age": 1}, "d"),
         lambda: run.store.set_error("x"),
         lambda: run.store.set_allowances({"a": 1}),
     ):
-        with pytest.raises(LeaseLost):
+        message = f"the lease of run '{run.store.run}' is not this batcher's any more: {holder} holds it"
+        with pytest.raises(LeaseLost, match=message):
             refused()
     assert run.control_keys() == before
 

@@ -135,7 +135,7 @@ DROP = Drop("a.0", "a", "operator", 2, 16, entry_ids=("1-0",))
 ENTRY = PoolEntry(entry_id="1-0", info=None, payload_key="k", env="a", group_id="a.0", rollouts=2, tokens=16)
 Row = tuple[Callable[[Run], object], Callable[[Run], object], type[RlbufferError], tuple[str, ...]]
 ROWS: dict[str, Row] = {
-    "resumes beyond the end": (nothing, lambda run: attempt(run, resume_step=3), ResumeRefused, ("step 3", "step 0")),
+    "resumes beyond the end": (retired, lambda run: attempt(run, resume_step=3), ResumeRefused, ("step 3", "step 2")),
     "resumes after another step": (
         step,
         lambda run: attempt(run, resume_step=1, claim=OTHER),
