@@ -35,7 +35,7 @@ class DriftRow(NamedTuple):
 
 def _read(run: Any, where: str, most: int) -> list[DriftRow]:
     """The newest steps first; `where` is the number of one."""
-    records = newest_steps(run.buffer.store.history(JUDGED_STEPS, of="records"))
+    records = newest_steps(run.records(JUDGED_STEPS))
     return [
         DriftRow(record, age, age == next(iter(record.drift)))
         for record in reversed(records)

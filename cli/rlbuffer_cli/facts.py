@@ -12,7 +12,6 @@ import numpy as np
 from rich.text import Text
 
 from rlbuffer.client.agent_calls import call_count, call_of
-from rlbuffer.client.buffer import Buffer
 from rlbuffer.client.details import GroupDetail
 from rlbuffer.client.group_view import GroupView
 from rlbuffer.client.rollout_view import RolloutView, Underway
@@ -378,13 +377,6 @@ def token_cells(member: RolloutView, texts: Texts, first: int, end: int) -> Iter
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
-def cost_of(buffer: Buffer) -> tuple[int, int]:
-    """The cost of a token and of a token's square, as the batcher of the run weighs them."""
-    given = buffer.store.meta().config.get("cost")
-    pair = given if isinstance(given, list | tuple) and len(given) == 2 else buffer.settings.batcher.cost
-    return int(pair[0]), int(pair[1])
-
-
 def step_lines(step: StepView, *, trained: int) -> list[str]:
     """The step in lines: its size, why it was closed, and a line per env."""
     header = step.header

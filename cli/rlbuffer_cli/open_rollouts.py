@@ -14,7 +14,6 @@ from rlbuffer.client.details import GroupDetail
 from rlbuffer.client.group_view import group_view, numbers_of, rows_of_rollouts
 from rlbuffer.client.open_groups import OpenGroup, unpushed_rollouts
 from rlbuffer.client.rollout_view import RolloutView, Underway, view_of
-from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.spoken import ROLES
 from rlbuffer.errors import InvalidRollout, PayloadError
 from rlbuffer.gateway.rollouts import rollout_of
@@ -88,7 +87,7 @@ def _read(run: Any, where: str, most: int) -> Sequence[OpenRow]:
 
 
 def _agents(run: Any, items: Sequence[OpenRow], width: int) -> Sequence[RenderableType]:
-    agent_facts = list(agents(read_run_state(run.buffer.store)).values())
+    agent_facts = list(agents(run.state(0)).values())
     return [look.across(agent_facts, width)] if agent_facts else []
 
 
@@ -122,6 +121,7 @@ OPEN = View(
     one="open rollout",
     many="open rollouts",
     press="a",
+    of_server=True,
     answers="Which agents are at work, how far are they, and when was each last heard?",
     read=_read,
     key=lambda row: row.rollout.name,

@@ -164,13 +164,10 @@ def curves_of(records: Sequence[Mapping[str, Any]], field: str, run: str = "") -
     return [Curve(f"{run} {name}".strip(), tuple(line)) for name, line in points.items()]
 
 
-def trends(folder: Path, headers: Sequence[StepHeader]) -> list[Curve]:
-    """Reward and entropy over the steps, by the trainer's metrics in `folder`; where they are on another host, the
-    reward by `headers`. A single point is no curve."""
-    try:
-        records = metrics_of(folder / METRICS_FILE, RECENT_BYTES)
-    except NotFound:
-        records = [{"step": header.step, "reward": header.reward} for header in headers]
+def trends(records: Sequence[Mapping[str, Any]], headers: Sequence[StepHeader]) -> list[Curve]:
+    """Reward and entropy over the steps, by the trainer's records; without any, the reward by `headers`. A single point
+    is no curve."""
+    records = records or [{"step": header.step, "reward": header.reward} for header in headers]
     numbers = [{"step": r["step"], **{name: r.get(name) for name in TRENDS}} for r in records]
     named = {name for record in numbers for name in scalars(record)}
     curves = [curve for name in TRENDS if name in named for curve in curves_of(numbers, name)]

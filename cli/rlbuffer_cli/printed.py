@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 
-from rlbuffer.client.run_state import read_run_state
 from rlbuffer_cli import look, sheets
 from rlbuffer_cli.options import is_json, say, show_json
+from rlbuffer_cli.shown_run import ShownRun
 from rlbuffer_cli.table import Printed, Target
 from rlbuffer_cli.tables import GROUPS
 from rlbuffer_cli.text import columns_of
-from rlbuffer_cli.view import run_title
-from rlbuffer_cli.whole_run import WholeRun
 
 LISTED_GROUPS, PRINTED_TOKENS = 30, 200
 """Rows that are printed unless `--limit` says otherwise: of groups, and of what a thing consists of."""
 
 
-def show(run: WholeRun, target: Target, limit: int | None) -> int:
+def show(run: ShownRun, target: Target, limit: int | None) -> int:
     """Prints a target, at most `limit` rows of a table. -> exit code."""
     most = PRINTED_TOKENS
     if target.kind == "table":
@@ -28,7 +26,7 @@ def show(run: WholeRun, target: Target, limit: int | None) -> int:
             show_json(record)
     else:
         if target == Target("table", GROUPS.name):
-            look.show(run_title(read_run_state(run.buffer.store)))
+            look.show(run.title())
         _show(sheet)
     for problem in sheet.problems:
         say(f"Error: {problem}", err=True)

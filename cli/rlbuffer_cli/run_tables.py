@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from rich.text import Text
 
-from rlbuffer.client.run_state import read_run_state
 from rlbuffer.records.waiting import AT_REST, Problem
 from rlbuffer.state.heartbeats import Process, is_starting
 from rlbuffer.state.run_state import EnvState, RunState
@@ -65,7 +64,7 @@ def _of_state(
     """Reads a table of a run's state: the rows with a name that has the filter in it."""
 
     def read(run: Any, where: str, most: int) -> list[T]:
-        items = rows(read_run_state(run.buffer.store, history=READ_RECORDS))
+        items = rows(run.state())
         return [item for item in items if any(where in name for name in names(item))][:most]
 
     return read
@@ -74,6 +73,7 @@ def _of_state(
 ENVS = View(
     name="envs",
     press="v",
+    of_server=True,
     answers="Who gets which share of the tokens, against its target?",
     read=_of_state(env_rows, lambda row: (row.name,)),
     key=lambda row: row.env.name,
@@ -227,6 +227,7 @@ PROCESSES = View(
     name="processes",
     one="process",
     press="w",
+    of_server=True,
     answers="Who lives, at which version, and what failed last?",
     read=_of_state(process_rows, lambda row: (row.title, row.process.env)),
     key=lambda row: row.title,
@@ -254,6 +255,7 @@ PROCESSES = View(
 PROBLEMS = View(
     name="problems",
     press="!",
+    of_server=True,
     answers="What must somebody cure, and how?",
     read=_of_state(lambda state: state.problems, lambda problem: (str(problem), problem.kind)),
     key=lambda problem: " ".join(filter(None, problem.key)),

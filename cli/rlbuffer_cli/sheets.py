@@ -14,9 +14,10 @@ from rlbuffer.client.details import GroupDetail
 from rlbuffer.client.filters import parse
 from rlbuffer.client.rollout_view import RolloutView
 from rlbuffer.client.searching import with_text
-from rlbuffer.errors import RlbufferError
+from rlbuffer.errors import NotFound, RlbufferError
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli import facts
+from rlbuffer_cli.shown_run import ShownRun
 from rlbuffer_cli.table import Target, View, of_tuples
 from rlbuffer_cli.tables import (
     GROUP_ORDER,
@@ -30,7 +31,6 @@ from rlbuffer_cli.tables import (
     step_record,
     worst_rows,
 )
-from rlbuffer_cli.whole_run import WholeRun
 
 EVERYTHING = 2**31
 TOKENS = of_tuples(
@@ -74,7 +74,7 @@ class Sheet:
         return self.view.nothing(self.target.where if self.target.kind == "table" else "")
 
 
-def read(run: WholeRun, target: Target, most: int = EVERYTHING) -> Sheet:
+def read(run: ShownRun, target: Target, most: int = EVERYTHING) -> Sheet:
     """Reads a target: `most` rows of a table, or tokens.
 
     Raises:
@@ -93,12 +93,18 @@ def read(run: WholeRun, target: Target, most: int = EVERYTHING) -> Sheet:
     return _pair(run, detail, member, target, most)
 
 
-def _table(run: WholeRun, target: Target, most: int) -> Sheet:
+def _table(run: ShownRun, target: Target, most: int) -> Sheet:
     view, run.problems = VIEWS[target.name], []
+    if view.of_server and not run.has_server:
+        there = ", ".join(each.name for each in VIEWS.values() if not each.of_server)
+        raise NotFound(
+            f"{view.many or view.name} of run {run.name!r} are known to its server alone, which is not there; its "
+            f"archive has {there}"
+        )
     items, hints = view.read(run, target.where, most), []
     if view is GROUPS and items:
         hints = [f"the first {most} ({GROUP_ORDER}): --limit shows more, --where chooses"] * (len(items) == most)
-        hints.append(f"one group: rlbuffer inspect {view.key(items[0])}")
+        hints.append(f"one group: rlbuffer inspect {view.key(items[0])}{run.flags}")
     return Sheet(
         target=target,
         view=view,
@@ -109,7 +115,7 @@ def _table(run: WholeRun, target: Target, most: int) -> Sheet:
     )
 
 
-def _group(run: WholeRun, detail: GroupDetail, where: str) -> Sheet:
+def _group(run: ShownRun, detail: GroupDetail, where: str) -> Sheet:
     """A row per rollout; those that the filter's terms about rollouts choose are marked."""
     texts, chosen = run.texts, parse(where)
 
@@ -124,11 +130,11 @@ def _group(run: WholeRun, detail: GroupDetail, where: str) -> Sheet:
         shared=facts.shared_values(detail, texts),
         record=lambda: detail_record(detail),
         found=detail,
-        hints=[f"one rollout: rlbuffer inspect {detail.members[0].rollout_id}"] if detail.members else [],
+        hints=[f"one rollout: rlbuffer inspect {m.rollout_id}{run.flags}" for m in detail.members[:1]],
     )
 
 
-def _rollout(run: WholeRun, detail: GroupDetail, member: RolloutView, most: int) -> Sheet:
+def _rollout(run: ShownRun, detail: GroupDetail, member: RolloutView, most: int) -> Sheet:
     """A row for each of its first tokens, or for each of its sequences."""
     texts, rollout, group = run.texts, member.rollout, detail.view
     headline = f"rollout {member.rollout_id}   {' · '.join(facts.verdict(member))}"
@@ -143,7 +149,7 @@ def _rollout(run: WholeRun, detail: GroupDetail, member: RolloutView, most: int)
         return replace(sheet, view=replace(TOKENS, empty=member.lacks))
     if rollout.further:
         rows = facts.rows_of(replace(detail, members=(member,)), texts)
-        hint = f"one sequence: rlbuffer inspect {member.rollout_id}.1"
+        hint = f"one sequence: rlbuffer inspect {member.rollout_id}.1{run.flags}"
         return replace(sheet, view=MEMBERS, items=rows, hints=[hint])
     end = min(most, rollout.length)
     spoken = [
@@ -158,7 +164,7 @@ def _rollout(run: WholeRun, detail: GroupDetail, member: RolloutView, most: int)
     )
 
 
-def _pair(run: WholeRun, detail: GroupDetail, one: RolloutView, target: Target, most: int) -> Sheet:
+def _pair(run: ShownRun, detail: GroupDetail, one: RolloutView, target: Target, most: int) -> Sheet:
     """Two rollouts of a group: where they part, and the tokens from there on."""
     group_id, texts = detail.view.group_id, run.texts
     is_here = any(member.rollout_id == target.other for member in detail.members)
@@ -188,14 +194,14 @@ def _pair(run: WholeRun, detail: GroupDetail, one: RolloutView, target: Target, 
     )
 
 
-def _step(run: WholeRun, target: Target) -> Sheet:
+def _step(run: ShownRun, target: Target) -> Sheet:
     """What it holds, why it was closed, its rows by rank, and its scored rollouts."""
-    step, cost = run.step(int(target.name)), facts.cost_of(run.buffer)
+    step, cost = run.step(int(target.name)), run.cost()
     return Sheet(
         target=Target("step", str(step.header.step)),
         view=WORST,
         items=worst_rows(step),
-        lines=facts.step_lines(step, trained=run.buffer.store.trainer().trained),
+        lines=facts.step_lines(step, trained=run.trained()),
         above=lambda width: list(facts.rank_lines(step, width, cost)),
         record=lambda: {
             **step_record(step.header),

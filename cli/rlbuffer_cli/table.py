@@ -104,6 +104,8 @@ class View:
     """What stands where nothing is."""
     legend: Callable[[Sequence[Any]], str] = lambda items: ""
     """What its marks mean, in numbers."""
+    of_server: bool = False
+    """The run's server alone knows it."""
     is_prose: bool = False
     """Its last column holds sentences: they are broken where a cell of others is cut."""
 

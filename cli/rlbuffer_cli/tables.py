@@ -13,7 +13,6 @@ from rlbuffer.client.agent_calls import calls_in
 from rlbuffer.client.details import GroupDetail
 from rlbuffer.client.group_view import GroupView
 from rlbuffer.client.rollout_view import RolloutView
-from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.step_view import StepView
 from rlbuffer.records.info import folded
 from rlbuffer.records.rollout import Rollout
@@ -25,10 +24,9 @@ from rlbuffer_cli import look
 from rlbuffer_cli.drift import DRIFT
 from rlbuffer_cli.open_rollouts import OPEN, open_record, standing
 from rlbuffer_cli.plots import small_charts, trends
-from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES, READ_RECORDS
+from rlbuffer_cli.run_tables import ENVS, PROBLEMS, PROCESSES
 from rlbuffer_cli.table import Column, Target, View, bar, figure
 from rlbuffer_cli.text import MINUS, WIDE, as_json, cut, time_of, utc
-from rlbuffer_cli.view import run_head
 
 GROUP_ORDER = "first those in the pool, then those in steps, then dropped ones, the newest of each first"
 NOT_KEPT = "-"
@@ -138,7 +136,7 @@ def rollout_record(member: RolloutView, view: GroupView) -> dict[str, Any]:
 
 
 def _head_of_groups(run: Any, items: Sequence[GroupRow], width: int) -> Sequence[RenderableType]:
-    return run_head(read_run_state(run.buffer.store, history=READ_RECORDS), width)
+    return list(run.head(width))
 
 
 def _legend_of_groups(rows: Sequence[GroupRow]) -> str:
@@ -331,14 +329,14 @@ class StepRow(NamedTuple):
 
 
 def _read_steps(run: Any, where: str, most: int) -> Sequence[StepRow]:
-    trained = run.buffer.store.trainer().trained
+    trained = run.trained()
     rows = [StepRow(header, header.step <= trained) for header in reversed(run.headers())]
     return [row for row in rows if not where or str(row.header.step) == where.strip()][:most]
 
 
 def _trends(run: Any, items: Sequence[StepRow], width: int) -> Sequence[RenderableType]:
     headers = sorted((row.header for row in items), key=lambda header: header.step)
-    curves = trends(run.buffer.settings.output_dir, headers)
+    curves = trends(run.measured(), headers)
     return [Text(line, "accent", no_wrap=True) for line in small_charts(curves, width=width)]
 
 

@@ -143,9 +143,6 @@ def bad(sentence: str) -> Text:
 def figures(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
     """The run in numbers, by name; `is_brief`: those of one line, without how they went."""
     server, pace = state.server, pace_of(state) if state.history else None
-    reward = mean_reward(last_steps(state.history))
-    rewards = [r["reward"] for r in last_steps(state.history)[::-1] if r.get("reward") is not None]
-    shown = None if reward is None else Text.assemble((f"{reward:.3f}", "bold"), _trend(rewards, is_brief=is_brief))
     limit = f" of {server.memory_limit / 2**20:,.0f}" if server.memory_limit else ""
     share = f" ({percent(server.memory_share)})" if server.memory_share is not None else ""
     versions = [p.version for p in state.of_kind("worker") if p.is_alive and p.version >= 0]
@@ -155,7 +152,7 @@ def figures(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
         "trained": None if is_brief else f"step {state.trained_step}",
         "policy": f"v{state.policy_version}" if state.policy_version >= 0 else "none announced",
         "ranks": None if is_brief else state.world_size or None,
-        "reward": shown,
+        "reward": reward_fact(last_steps(state.history), is_brief=is_brief),
         "pushed": f"{amount(state.rollouts_per_second)}/s",
         "steps": None if is_brief else pace and f"{60 * pace.steps / pace.window_seconds:.1f}/min",
         "packed": None if is_brief else pace and f"{amount(pace.tokens / pace.window_seconds)} tok/s",
@@ -164,6 +161,13 @@ def figures(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
         "workers behind": plural(behind, "version") if behind > 0 and not is_brief else None,
     }
     return look.pairs(facts)
+
+
+def reward_fact(newest_first: Sequence[Mapping[str, Any]], *, is_brief: bool = False) -> Text | None:
+    """The mean reward of steps, and how it went; None where none is scored."""
+    reward = mean_reward(newest_first)
+    rewards = [step["reward"] for step in reversed(newest_first) if step["reward"] is not None]
+    return None if reward is None else Text.assemble((f"{reward:.3f}", "bold"), _trend(rewards, is_brief=is_brief))
 
 
 def _trend(values: Sequence[float], *, is_brief: bool = False) -> Text:

@@ -1,42 +1,41 @@
-"""A run as its server and its archive have it together: what `inspect` looks at."""
+"""A run as its server and its archive have it together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain, groupby, islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.text import Text
 
 from rlbuffer.client.details import GroupDetail
 from rlbuffer.client.filters import parse
-from rlbuffer.client.group_view import GroupView, consumed_view, dropped_view
+from rlbuffer.client.group_view import GroupView
 from rlbuffer.client.groups import GroupSource
 from rlbuffer.client.open_groups import open_group, open_group_by_prefix
-from rlbuffer.client.rollout_view import RolloutView, StepPlace, left_out_in_words, places_of, view_of
+from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.searching import list_details, list_groups, shortest_rollouts
-from rlbuffer.client.spoken import question_among
 from rlbuffer.client.step_view import StepView, step_view
 from rlbuffer.client.texts import Texts, tokenizer_directory
-from rlbuffer.errors import ArchiveError, NotFound, PayloadError, RlbufferError, StepRetired
-from rlbuffer.records.info import folded
-from rlbuffer.records.states import State
+from rlbuffer.client.trainer_values import KeptValues
+from rlbuffer.errors import ArchiveError, NotFound, StepRetired
+from rlbuffer.records.step_header import StepHeader
+from rlbuffer.state.run_state import RunState
+from rlbuffer_cli.archived_run import MOST_HEADERS, ArchiveFolder, detail_of, details_in, first_rollout
 from rlbuffer_cli.open_rollouts import detail_of as open_detail
+from rlbuffer_cli.plots import METRICS_FILE, RECENT_BYTES, metrics_of
+from rlbuffer_cli.run_tables import READ_RECORDS
+from rlbuffer_cli.shown_run import ShownRun, Standing
+from rlbuffer_cli.view import alerts, figures, run_head, run_title
 
 if TYPE_CHECKING:
-    from rlbuffer.archive.library import Archive, ArchivedGroup, ArchivedRollout
+    from rlbuffer.archive.library import Archive
     from rlbuffer.client.buffer import Buffer
-    from rlbuffer.records.rollout import Rollout
-    from rlbuffer.records.step_header import StepHeader
-    from rlbuffer.store.records import PartRollout
-
-MOST_QUESTIONS, MOST_OF_A_QUESTION = 20_000, 200
-"""Groups whose questions are kept, and characters of each."""
-MOST_HEADERS = 1000
-"""Archived steps that are listed, the newest ones."""
 
 
-class WholeRun:
+class WholeRun(ShownRun):
     """Reads from the server, and what that has let go from the archive.
 
     Args:
@@ -46,15 +45,11 @@ class WholeRun:
 
     def __init__(self, buffer: Buffer, archive: str | None = None) -> None:
         self.buffer = buffer
-        self.texts = Texts(tokenizer_directory(buffer.settings))
-        """Decodes rollouts for people, with the tokenizer of the settings' model where that is on this host."""
+        settings = buffer.settings
+        super().__init__(buffer.run, Texts(tokenizer_directory(settings)), KeptValues(settings.output_dir))
         self._given = archive
-        self.problems: list[RlbufferError] = []
-        """Steps that could not be read when steps or groups were read last."""
-        self._questions: dict[str, str] = {}
-        """Group id -> what its prompt asks: it never changes."""
-        self._read: tuple[tuple[str, ...], Archive] | None = None
-        """The archive as it was read last, with its files; what is read stays while there are no others."""
+        self._archive: ArchiveFolder | None = None
+        """The one that was read last."""
 
     def archive(self) -> Archive | None:
         """The archive as it is now; None where there is none.
@@ -62,20 +57,58 @@ class WholeRun:
         Raises:
             ArchiveError: the one that was named cannot be read. ConfigError: pyarrow is missing.
         """
-        folder = self._folder()
-        if folder is None:
+        path = self._folder()
+        if path is None:
             return None
-        from rlbuffer.archive import Archive
+        if self._archive is None or self._archive.path != path:
+            self._archive = ArchiveFolder(path)
+        try:
+            return self._archive.archive()
+        except ArchiveError:
+            if self._given is not None:
+                raise
+            return None  # its first file is not written yet
 
-        files = tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
-        if self._read is None or self._read[0] != files:
-            try:
-                self._read = files, Archive(folder)
-            except ArchiveError:
-                if self._given is not None:
-                    raise
-                return None  # its first file is not written yet
-        return self._read[1]
+    def state(self, records: int = READ_RECORDS) -> RunState:
+        """How it stands, with so many of the newest records of its history."""
+        return read_run_state(self.buffer.store, history=records)
+
+    def title(self) -> Text:
+        return run_title(self.state(0))
+
+    def figures(self) -> dict[str, Text]:
+        return figures(self.state())
+
+    def head(self, width: int) -> Sequence[RenderableType]:
+        return run_head(self.state(), width)
+
+    def standing(self, records: int, *, is_brief: bool) -> Standing:
+        state = self.state(records)
+        facts = figures(state, is_brief=is_brief)
+        waits = list(alerts(state, most=1 if is_brief else None))[:1]
+        return Standing([*(facts[name] for name in ("step", "reward") if name in facts), *waits], len(state.problems))
+
+    def now(self) -> float:
+        return self.buffer.store.now()
+
+    def wait_at_most(self, seconds: float) -> None:
+        self.buffer.store.patience_seconds = seconds
+
+    def trained(self) -> int:
+        return self.buffer.store.trainer().trained
+
+    def records(self, most: int) -> Iterable[Mapping[str, Any]]:
+        return self.buffer.store.history(most, of="records")
+
+    def measured(self) -> Sequence[Mapping[str, Any]]:
+        """As the trainer's output folder has them on this host."""
+        try:
+            return metrics_of(self.buffer.settings.output_dir / METRICS_FILE, RECENT_BYTES)
+        except NotFound:
+            return ()
+
+    def config(self) -> Mapping[str, Any]:
+        return self.buffer.store.meta().config
 
     def group(self, identifier: str) -> GroupDetail:
         """A group whole, by its id, a rollout's id, or a unique prefix; also one that agents are at work on. Raises
@@ -131,26 +164,16 @@ class WholeRun:
         self._ask(chosen)
         older = [*islice(self._older(where), limit - len(chosen))]
         for detail in older:
-            self._learn(detail.view.group_id, next((m.rollout for m in detail.members if m.rollout is not None), None))
+            self.learn(detail.view.group_id, first_rollout(detail))
         return [*(view for view, _ in chosen), *(detail.view for detail in older)]
-
-    def question(self, view: GroupView) -> str:
-        """What the prompt of a listed group asks, for a line; its id where no text says it."""
-        asked = self._questions.get(view.group_id, "")
-        return view.prompt_id if asked in ("", view.prompt_id) else f"{view.prompt_id} {asked}".strip()
 
     def _ask(self, chosen: Sequence[tuple[GroupView, GroupSource]]) -> None:
         """Reads the questions of groups that are listed for the first time."""
-        new = [(view, sources) for view, sources in chosen if view.group_id not in self._questions]
-        if len(self._questions) > MOST_QUESTIONS:
-            self._questions.clear()
-        for group_id, rollout in shortest_rollouts(self.buffer.store, new):
-            self._learn(group_id, rollout)
-
-    def _learn(self, group_id: str, rollout: Rollout | None) -> None:
-        if rollout is not None:
-            asked = question_among(self.texts.prompt(rollout))
-            self._questions[group_id] = "" if asked is None else " ".join(asked.text.split())[:MOST_OF_A_QUESTION]
+        new = self.unasked(view.group_id for view, _ in chosen)
+        for group_id, rollout in shortest_rollouts(
+            self.buffer.store, [each for each in chosen if each[0].group_id in new]
+        ):
+            self.learn(group_id, rollout)
 
     def details(self, where: str, limit: int) -> Iterator[GroupDetail]:
         """The groups of :meth:`groups`, whole; one at a time is read."""
@@ -163,17 +186,14 @@ class WholeRun:
         """Groups of archived steps that the server does not have, the newest first. A filter that names no step would
         read the whole archive, so it finds none."""
         chosen = parse(where)
-        if not any(term.field == "step" for term in chosen.terms) or not chosen.allows("state", State.TRAINED):
+        if not any(term.field == "step" for term in chosen.terms):
             return
         archive = self.archive()
         if archive is None:
             return
         retired = self.buffer.store.meta().retired
-        for step in reversed(archive.steps):
-            if step.step <= retired and chosen.allows("step", step.step):
-                for _, detail in details_of(archive, archive.groups(step.step)):
-                    if chosen.matches(detail.view, detail.members):
-                        yield detail
+        steps = [step for step in archive.steps if step.step <= retired]
+        yield from details_in(archive, steps, chosen, self.texts.decoded, self.problems)
 
     def _folder(self) -> Path | None:
         if self._given is not None:
@@ -181,53 +201,3 @@ class WholeRun:
         folders = [beat.get("archive") for beat in self.buffer.store.heartbeats("batcher").values()]
         named = next((folder for folder in folders if folder and isinstance(folder, str)), "")
         return Path(named) if named and Path(named).is_dir() else None
-
-
-def detail_of(archive: Archive, group: ArchivedGroup) -> GroupDetail:
-    """A group of the archive as `inspect` shows groups."""
-    ((_, detail),) = details_of(archive, [group])
-    return detail
-
-
-def details_of(archive: Archive, groups: Iterable[ArchivedGroup]) -> Iterator[tuple[ArchivedGroup, GroupDetail]]:
-    """Each with what `inspect` shows of it; those of one step stand together, and it is read once."""
-    for step, of_step in groupby(groups, key=lambda group: group.step):
-        header, parts = (None, ()) if step is None else archive.step(step)
-        places = places_of(parts)
-        for group in of_step:
-            yield group, _detail(group, header, places)
-
-
-def _detail(
-    group: ArchivedGroup, header: StepHeader | None, places: Mapping[tuple[str, int], StepPlace]
-) -> GroupDetail:
-    rollouts = [archived.refs for archived in group.members]
-    members = tuple(_member(archived, refs, places) for archived, refs in zip(group.members, rollouts, strict=True))
-    if group.dropped is not None:
-        infos = [folded([ref.info for ref in refs]) for refs in rollouts]
-        view = dropped_view(group.dropped.whole_record, group.dropped.committed, infos)
-    else:
-        assert header is not None  # of a group that was not dropped
-        used = [refs for refs, member in zip(rollouts, members, strict=True) if not member.left_out]
-        view = consumed_view(chain.from_iterable(used or rollouts), header, trained=header.step)
-        view = view if used else replace(view, state=State.DROPPED, reason=members[0].left_out)
-        view = replace(view, detail=left_out_in_words(members))
-    return GroupDetail(view=view, members=members, answer=group.answer, metadata=group.metadata)
-
-
-def _member(
-    archived: ArchivedRollout, refs: Sequence[PartRollout], places: Mapping[tuple[str, int], StepPlace]
-) -> RolloutView:
-    row = archived.row
-    try:
-        rollout = archived.rollout
-    except PayloadError:
-        rollout = None
-    view = view_of(
-        folded([ref.info for ref in refs]),
-        rollout,
-        row["advantage"],
-        None if row["rank"] is None else row["step"],
-        places.get((refs[0].payload_key, refs[0].index)),
-    )
-    return view.changed(left_out=row.get("left_out") or "")

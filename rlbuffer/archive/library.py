@@ -7,7 +7,7 @@ that count are on the chain of digests that ends in the newest step: each names 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -256,15 +256,23 @@ class Archive:
                     yield from _groups_in(self._marked(rows, step), step)
         counts = {step.digest for step in self.steps}
         for file, drops in groupby(self.dropped(), key=lambda drop: drop.file):
-            by_key = {
-                (drop.history_id, drop.group_id): drop for drop in drops if drop.record.get("digest") not in counts
-            }
-            rows = self.rows(_beside(file)) if (self.folder / _beside(file)).exists() else iter(())
-            for key, of_group in groupby(rows, key=lambda row: (row["history_id"], row["group_id"])):
-                if (drop := by_key.pop(key, None)) is not None:
-                    yield group_of([*of_group], drop.group_id, drop)
-            for drop in by_key.values():
-                yield group_of([], drop.group_id, drop)
+            yield from self._dropped_in(file, [drop for drop in drops if drop.record.get("digest") not in counts])
+
+    def dropped_groups(self, takes: Callable[[DroppedGroup], bool] = lambda drop: True) -> Iterator[ArchivedGroup]:
+        """Every drop that is taken, the newest first, with the rollouts that were kept. Each file is read once."""
+        files = [(file, [*filter(takes, drops)]) for file, drops in groupby(self.dropped(), key=lambda drop: drop.file)]
+        for file, drops in reversed(files):
+            yield from sorted(self._dropped_in(file, drops), key=_dropped_ms, reverse=True)
+
+    def _dropped_in(self, file: str, drops: Iterable[DroppedGroup]) -> Iterator[ArchivedGroup]:
+        """Drops of a file of the history as groups, those of which a rollout was kept first."""
+        by_key = {(drop.history_id, drop.group_id): drop for drop in drops}
+        rows = self.rows(_beside(file)) if by_key and (self.folder / _beside(file)).exists() else iter(())
+        for key, of_group in groupby(rows, key=lambda row: (row["history_id"], row["group_id"])):
+            if (drop := by_key.pop(key, None)) is not None:
+                yield group_of([*of_group], drop.group_id, drop)
+        for drop in by_key.values():
+            yield group_of([], drop.group_id, drop)
 
     def _rows_of(self, place: ArchivedStep | DroppedGroup, group_id: str = "") -> Iterator[dict[str, Any]]:
         """The rows of a step's rollouts, those that its groups hold besides last, or of a drop's; of one group, or
@@ -460,6 +468,11 @@ def _beside(file: str) -> str:
     """The file with the rollouts of a file of steps, or of the history."""
     kind, _, rest = file.partition("-")
     return f"{'rollouts' if kind == 'steps' else 'dropped'}-{rest}"
+
+
+def _dropped_ms(group: ArchivedGroup) -> int:
+    """Server time of a dropped group's drop."""
+    return 0 if group.dropped is None else group.dropped.at_ms
 
 
 def _groups_in(rows: Iterable[Mapping[str, Any]], step: ArchivedStep) -> Iterator[ArchivedGroup]:

@@ -1,4 +1,4 @@
-"""The application: which screen comes next. Reads by :class:`rlbuffer.client.buffer.Buffer` alone."""
+"""The application: which screen comes next. Reads by :class:`rlbuffer_cli.shown_run.ShownRun` alone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.theme import Theme
 
-from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer_cli import look
 from rlbuffer_cli.browse.listing import Listing, OneGroup, OneStep
 from rlbuffer_cli.browse.pages import Help, Raw
 from rlbuffer_cli.browse.rollout import OneRollout
 from rlbuffer_cli.browse.screen import BrowsedRun, BrowserScreen, Open
+from rlbuffer_cli.shown_run import ShownRun
 from rlbuffer_cli.table import Target
 from rlbuffer_cli.tables import GROUPS, VIEWS
-from rlbuffer_cli.whole_run import WholeRun
 
 PATIENCE_SECONDS_OF_A_SCREEN = 1.0
 """A server that is away is said to be so after this time, and asked again."""
@@ -61,13 +60,12 @@ class Browser(App[None]):
     Prose > Static { width: 100%; }
     """
 
-    def __init__(self, run: WholeRun, *, opens: Target | None = None, where: str = "") -> None:
+    def __init__(self, run: ShownRun, *, opens: Target | None = None, where: str = "") -> None:
         if not (without_colours := bool(os.environ.get("NO_COLOR"))):
             os.environ.pop("NO_COLOR", None)  # an empty one says nothing, and Textual would draw in greys
         super().__init__(ansi_color=True if without_colours else None)
-        buffer = run.buffer
-        buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_SCREEN
-        self.browsed = BrowsedRun(run=run, kept=KeptValues(buffer.settings.output_dir), where=where)
+        run.wait_at_most(PATIENCE_SECONDS_OF_A_SCREEN)
+        self.browsed = BrowsedRun(run=run, where=where)
         self.opens = opens
         self.has_colours = not without_colours
         for kind in ("dark", "light"):
@@ -145,7 +143,7 @@ def _theme(kind: str) -> Theme:
     )
 
 
-def browse(run: WholeRun, *, opens: Target, where: str) -> int:
+def browse(run: ShownRun, *, opens: Target, where: str) -> int:
     """Runs the browser until `q`. -> exit code."""
     for name in ("COLUMNS", "LINES"):  # they may be those of another terminal, and Textual would believe them
         os.environ.pop(name, None)

@@ -82,7 +82,7 @@ class OneRollout(BrowserScreen):
         run = self.browsed.run
         detail, _ = run.group(self.group_id), run.texts.lacks
         rollouts = [m.rollout for m in detail.tree() if m.rollout is not None and not m.rollout.further]
-        self.kept = {r.rollout_id: self.browsed.kept.of(detail.view.group_id, r) for r in rollouts}
+        self.kept = {r.rollout_id: run.kept.of(detail.view.group_id, r) for r in rollouts}
         return detail
 
     def show_member(self) -> None:

@@ -25,15 +25,11 @@ from textual.widgets import Footer, Static
 from textual.widgets._footer import FooterKey
 from textual.worker import Worker
 
-from rlbuffer.client.buffer import Buffer
-from rlbuffer.client.run_state import read_run_state
-from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer.errors import RlbufferError
 from rlbuffer.state.text import printable
+from rlbuffer_cli.shown_run import ShownRun
 from rlbuffer_cli.table import Target
 from rlbuffer_cli.text import cut, time_of
-from rlbuffer_cli.view import alerts, figures
-from rlbuffer_cli.whole_run import WholeRun
 
 T = TypeVar("T")
 STANDING_RECORDS = 100
@@ -52,9 +48,7 @@ AWAY_EXIT_CODE = 4
 class BrowsedRun:
     """The run that is looked at, for all screens."""
 
-    run: WholeRun
-    kept: KeptValues
-    """Values per token that the trainer keeps on this host."""
+    run: ShownRun
     where: str = ""
     """The filter of the pool."""
     colours: str = "dark"
@@ -65,10 +59,6 @@ class BrowsedRun:
     standing: Text = field(default_factory=Text)
     """How the run stood then."""
     live_seconds: float = 2.0
-
-    @property
-    def buffer(self) -> Buffer:
-        return self.run.buffer
 
 
 class Open(Message):
@@ -179,7 +169,7 @@ class BrowserScreen(Screen[None]):
         heading = live + printable(self.heading())
         room = max(20, self.size.width - len(at))
         name = max(LEAST_OF_A_NAME, min(MOST_OF_A_NAME, room - cell_len(heading) - 2))
-        run = f"{cut(printable(self.browsed.buffer.run), name)}  "
+        run = f"{cut(printable(self.browsed.run.name), name)}  "
         room -= cell_len(run)
         heading = cut(heading, room)
         title = Text.assemble((run, "accent"), (heading + " " * (room - cell_len(heading)), "bold"), (at, "faint"))
@@ -229,11 +219,9 @@ class BrowserScreen(Screen[None]):
 
     async def look_at_run(self) -> None:
         """How the run stands is on every screen, in a line, and the number of problems at the key that shows them."""
-        state = await self.ask(lambda: read_run_state(self.browsed.buffer.store, history=STANDING_RECORDS))
-        self.browsed.problems = self.query_one(KeyFooter).problems = len(state.problems)
-        facts = figures(state, is_brief=True)
-        parts = [*(facts[name] for name in ("step", "reward") if name in facts), *list(alerts(state, most=1))[:1]]
-        self.browsed.standing = Text("  ").join(parts)
+        standing = await self.ask(lambda: self.browsed.run.standing(STANDING_RECORDS, is_brief=True))
+        self.browsed.problems = self.query_one(KeyFooter).problems = standing.problems
+        self.browsed.standing = Text("  ").join(standing.facts)
         self.query_one("#standing", Static).update(self.browsed.standing)
 
     def is_reading(self) -> bool:
@@ -294,7 +282,7 @@ class BrowserScreen(Screen[None]):
 
         def write() -> str:
             run, file = self.browsed.run, file_name(name)
-            write_page([one_of(run.group(name), name)], file, title=f"{name} of run {run.buffer.run}", run=run)
+            write_page([one_of(run.group(name), name)], file, title=f"{name} of run {run.name}", run=run)
             return str(Path(file).resolve())
 
         try:

@@ -106,7 +106,7 @@ def _of_archive(folder: Path, where: str, gone: list[str]) -> MatchingGroups:
     from rlbuffer.archive import Archive
     from rlbuffer.archive.groups import pushes_of
     from rlbuffer.client.filters import parse
-    from rlbuffer_cli.whole_run import details_of
+    from rlbuffer_cli.archived_run import details_of
 
     filtered, archive = parse(where), Archive(folder)
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from rlbuffer.errors import NotFound, clause
+from rlbuffer.errors import NotFound, RlbufferError, clause
 from rlbuffer.state.text import did_you_mean
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say
-from rlbuffer_cli.session import open_run
+from rlbuffer_cli.session import NAMED, of_run, open_existing, open_run
 from rlbuffer_cli.starting import clear, is_drawable
 
 if TYPE_CHECKING:
     from rlbuffer.client.texts import Texts
+    from rlbuffer_cli.shown_run import ShownRun
     from rlbuffer_cli.table import Target
-    from rlbuffer_cli.whole_run import WholeRun
 
 
 @options.command("inspect")
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     metavar="[PORT]",
     help="Serve these views to a web browser on this machine. [default: a free port]",
 )
-@click.option("--archive", metavar="DIR", help="Where an ID is looked for that the server has let go.")
+@click.option(
+    "--archive", metavar="DIR", help="What the server has let go; all that is left of a run whose server is not there."
+)
 @click.option("--tokenizer", metavar="DIR", help="Decode with DIR/tokenizer.json. [default: that of model.path]")
 def command(
     what: str | None,
@@ -63,7 +66,8 @@ def command(
     problems, or open, the rollouts that agents are at work on. With the ID of a group: its rollouts. With
     the ID of a rollout (GROUP/INDEX): its tokens; with those of two of a group: where they part. The beginning of an ID
     is enough where it is unique. Without --run, the run that was opened last. What the server has let go comes from
-    --archive, or from the archive that `serve` says it writes.
+    --archive, or from the archive that `serve` says it writes. Where the server, or the run on it, is not there,
+    --archive shows the archive alone: its groups, steps and drift.
 
     \b
     Filter fields
@@ -90,17 +94,16 @@ def command(
       rlbuffer inspect open
       rlbuffer inspect step:40
       rlbuffer inspect --where 'step:40 rollout.reward<0.1' --html worst.html
+      rlbuffer inspect --archive /data/math
     """
     from rlbuffer.client.filters import parse
     from rlbuffer_cli import printed, sheets
     from rlbuffer_cli.tables import GROUPS, VIEWS
-    from rlbuffer_cli.whole_run import WholeRun
 
     is_table = what is None or what in VIEWS
     if not is_table or what in (None, GROUPS.name):
         parse(where)  # a typing mistake needs no server
-    with open_run(given) as buffer, _naming_tables(what or ""):
-        run = WholeRun(buffer, archive)
+    with _opened(given, archive) as run, _naming_tables(what or ""):
         if tokenizer is not None:
             run.texts = _texts(tokenizer)
         if html is not None:
@@ -119,6 +122,30 @@ def command(
 
 
 @contextmanager
+def _opened(given: options.RunFlags, archive: str | None) -> Iterator[ShownRun]:
+    """The run on its server, with its archive; the archive alone where the run cannot be had from a server."""
+    from rlbuffer_cli.archived_run import ArchivedRun, ArchiveFolder
+    from rlbuffer_cli.whole_run import WholeRun
+
+    if archive is None:
+        with open_run(given) as buffer:
+            yield WholeRun(buffer)
+        return
+    left = ArchivedRun(ArchiveFolder(Path(archive)))
+    loaded = given.load()
+    if loaded.place("run") in NAMED and loaded.settings.run != left.name:
+        raise click.UsageError(f'--archive {archive} is of run "{left.name}", not of "{loaded.settings.run}"')
+    try:
+        buffer = open_existing(of_run(loaded, left.name))
+    except RlbufferError as error:
+        say(f"showing the archive alone: {error}", err=True)
+        yield left
+    else:
+        with buffer:
+            yield WholeRun(buffer, archive)
+
+
+@contextmanager
 def _naming_tables(what: str) -> Iterator[None]:
     """Adds the tables to the error that a word finds nothing: without the dot of a ticket's id it may mean one."""
     from rlbuffer_cli.tables import VIEWS
@@ -126,7 +153,7 @@ def _naming_tables(what: str) -> Iterator[None]:
     try:
         yield
     except NotFound as error:
-        if not what.isalpha():
+        if not what.isalpha() or what in VIEWS:
             raise
         tables = did_you_mean(what, VIEWS, otherwise=f" The tables are {', '.join(VIEWS)}.")
         raise NotFound(f"{clause(error)}.{tables}") from error
@@ -147,7 +174,7 @@ def _target(what: str, other: str | None, where: str) -> Target:
     return Target("rollout", what, group=what) if "/" in what else Target("group", what, where=where)
 
 
-def _web(run: WholeRun, port: int) -> int:
+def _web(run: ShownRun, port: int) -> int:
     from rlbuffer_cli.web.server import serve_pages
 
     try:
@@ -156,11 +183,10 @@ def _web(run: WholeRun, port: int) -> int:
         raise click.UsageError(f"--web {port}: {error.strerror}") from None
 
 
-def _page(run: WholeRun, identifier: str | None, where: str, limit: int, file: str) -> int:
+def _page(run: ShownRun, identifier: str | None, where: str, limit: int, file: str) -> int:
     from rlbuffer_cli.web.pages import STDOUT, one_of, write_page
 
-    name = run.buffer.run
-    title = f"{identifier} of run {name}" if identifier else f"run {name}: groups {where}".rstrip()
+    title = f"{identifier} of run {run.name}" if identifier else f"run {run.name}: groups {where}".rstrip()
     details = [one_of(run.group(identifier), identifier)] if identifier else run.details(where, limit)
     try:
         write_page(details, file, title=title, run=run)

@@ -25,7 +25,7 @@ from markupsafe import Markup, escape
 from rlbuffer.client.details import GroupDetail
 from rlbuffer.client.rollout_view import RolloutView
 from rlbuffer.client.texts import Texts
-from rlbuffer.client.trainer_values import NONE, KeptValues, TrainerValues
+from rlbuffer.client.trainer_values import NONE, TrainerValues
 from rlbuffer.process.files import write_whole
 from rlbuffer.records.rollout import Rollout
 from rlbuffer.state.text import plural, printable
@@ -46,10 +46,10 @@ from rlbuffer_cli.facts import (
 from rlbuffer_cli.lenses import NAMES, Lens, lens, numbers_of
 from rlbuffer_cli.look import PALETTE, TINTS, Tint, plain
 from rlbuffer_cli.plots import Curve
+from rlbuffer_cli.shown_run import ShownRun
 from rlbuffer_cli.table import Column, View
 from rlbuffer_cli.tables import MEMBERS
 from rlbuffer_cli.text import MINUS, WIDE, moment
-from rlbuffer_cli.whole_run import WholeRun
 
 LENSES = NAMES[:7]
 STDOUT = "-"
@@ -186,21 +186,21 @@ def policy(forms: str) -> str:
 
 
 # -- groups and rollouts -----------------------------------------------------------------------------------------------
-def sources_of(run: WholeRun) -> PageData:
+def sources_of(run: ShownRun) -> PageData:
     """Everything that pages of this run know besides the groups: its tokenizer, and what its trainer keeps here."""
-    return PageData(texts=run.texts, kept=KeptValues(run.buffer.settings.output_dir).of)
+    return PageData(texts=run.texts, kept=run.kept.of)
 
 
-def write_page(details: Iterable[GroupDetail], file: str, *, title: str, run: WholeRun | None = None) -> None:
+def write_page(details: Iterable[GroupDetail], file: str, *, title: str, run: ShownRun | None = None) -> None:
     """Writes groups as one page to `file`, ``-`` for stdout, a group at a time. A file is there whole or not at all.
 
-    `run`: where its server is known.
+    `run`: where it is known.
 
     Raises:
         OSError: the file cannot be written.
     """
     sources = PageData(texts=Texts()) if run is None else sources_of(run)
-    at = "" if run is None else moment(run.buffer.store.now())
+    at = "" if run is None else moment(run.now())
     groups = (shown_group(detail, sources, is_whole=True) for detail in details)
     pieces = page("export", title=title, groups=groups, view=MEMBERS, lenses=LENSES, lens="logprob", at=at)
     if file == STDOUT:

@@ -7,19 +7,16 @@ from itertools import accumulate
 from typing import Any
 from urllib.parse import urlencode
 
-from rich.text import Text
-
-from rlbuffer.client.run_state import read_run_state
 from rlbuffer.client.step_view import StepView
 from rlbuffer.errors import FilterError, NotFound
 from rlbuffer.records.states import State
-from rlbuffer.state.run_state import RunState
 from rlbuffer.state.text import plural
 from rlbuffer_cli import look
-from rlbuffer_cli.facts import best_and_worst, cost_of, env_shades, member_of, rank_bars
+from rlbuffer_cli.facts import best_and_worst, env_shades, member_of, rank_bars
 from rlbuffer_cli.plots import curves_of, trends
 from rlbuffer_cli.run_tables import ENVS, READ_RECORDS, env_rows
 from rlbuffer_cli.sheets import Sheet, read
+from rlbuffer_cli.shown_run import ShownRun, Standing
 from rlbuffer_cli.table import Target, View, ordered
 from rlbuffer_cli.tables import MEMBERS, STEPS, VIEWS
 from rlbuffer_cli.text import time_of
@@ -32,9 +29,10 @@ ROWS_ON_A_PAGE = 200
 WORST_ROLLOUTS = 50
 """Rollouts of a step that its page lists, the worst ones."""
 TABS = (("overview", "./"), *((name, name) for name in VIEWS))
+OF_SERVER = frozenset(name for name, view in VIEWS.items() if view.of_server)
 
 
-def route(run: WholeRun, sources: PageData, name: str, query: Query) -> Iterator[str] | None:
+def route(run: ShownRun, sources: PageData, name: str, query: Query) -> Iterator[str] | None:
     """The pieces of a page; None where there is none of that name."""
     if name in VIEWS:
         return _listed(run, VIEWS[name], query)
@@ -54,28 +52,20 @@ def refusal(title: str, problem: str) -> Iterator[str]:
 
 
 def _page(
-    run: WholeRun, template: str, tab: str, title: str, *, state: RunState | None = None, **values: Any
+    run: ShownRun, template: str, tab: str, title: str, *, standing: Standing | None = None, **values: Any
 ) -> Iterator[str]:
-    at = time_of(run.buffer.store.now())
-    run_state = state or read_run_state(run.buffer.store, history=READ_RECORDS)
-    values = {"standing": [] if state else _standing(run_state), **values}
+    at, standing = time_of(run.now()), standing or run.standing(READ_RECORDS, is_brief=False)
     return page(
         template,
-        title=f"{title} · run {run.buffer.run}",
+        title=f"{title} · run {run.name}",
         forms="self",
-        run=run.buffer.run,
-        tabs=TABS,
+        run=run.name,
+        tabs=[tab for tab in TABS if run.has_server or tab[0] not in OF_SERVER],
         tab=tab,
         at=at,
         href=href,
-        **{"count": {"problems": len(run_state.problems)}, **values},
+        **{"count": {"problems": standing.problems}, "standing": standing.facts, **values},
     )
-
-
-def _standing(state: RunState) -> list[Text]:
-    """The run in a line: how far it is, whether it learns, and what it waits for or somebody must cure."""
-    facts = figures(state)
-    return [*(facts[name] for name in ("step", "reward") if name in facts), *list(alerts(state))[:1]]
 
 
 def link(path: str, **query: str) -> str:
@@ -94,29 +84,34 @@ def href(view: View, item: Any) -> str:
     return link(target.kind, **{"n" if target.kind == "step" else "id": target.name})
 
 
-def _overview(run: WholeRun) -> Iterator[str]:
-    state = read_run_state(run.buffer.store, history=READ_RECORDS)
-    facts = figures(state)
-    memory = facts.pop("memory")
+def _overview(run: ShownRun) -> Iterator[str]:
+    parts: dict[str, Any] = {"alerts": [], "states": [], "notes": [], "view": None, "items": []}
+    problems = 0
+    if isinstance(run, WholeRun):
+        state = run.state()
+        facts, problems = figures(state), len(state.problems)
+        parts["alerts"] = list(alerts(state))
+        parts["states"] = [*states(state).values(), *account(state)]
+        parts["notes"] = [facts.pop("memory"), *notes(state)]
+        parts |= {"view": ENVS, "items": env_rows(state)}
+        numbers = [*facts.values(), *agents(state).values()]
+    else:
+        numbers = list(run.figures().values())
     return _page(
         run,
         "overview",
         "overview",
         "overview",
-        state=state,
-        alerts=list(alerts(state)),
-        figures=[*facts.values(), *agents(state).values()],
-        states=[*states(state).values(), *account(state)],
-        notes=[memory, *notes(state)],
-        view=ENVS,
-        items=env_rows(state),
+        standing=Standing([], problems),
+        figures=numbers,
         curves=_curves(run),
+        **parts,
     )
 
 
-def _curves(run: WholeRun) -> list[dict[str, Any]]:
+def _curves(run: ShownRun) -> list[dict[str, Any]]:
     headers = run.headers()
-    curves = {curve.name: curve for curve in trends(run.buffer.settings.output_dir, headers)}
+    curves = {curve.name: curve for curve in trends(run.measured(), headers)}
     records = [{"step": h.step, "age": h.age, "fill": h.fill, "tokens": h.tokens} for h in headers]
     if len(records) > 1:
         # Of steps that close at a number of groups no row is waited for.
@@ -125,7 +120,7 @@ def _curves(run: WholeRun) -> list[dict[str, Any]]:
     return drawn({name: curve for name, curve in curves.items() if len(curve.points) > 1})
 
 
-def _listed(run: WholeRun, view: View, query: Query) -> Iterator[str]:
+def _listed(run: ShownRun, view: View, query: Query) -> Iterator[str]:
     """A table by a filter, in an order: both stand in the address."""
     where, sort = query.get("where", ""), query.get("sort", "")
     target = Target("table", view.name, where=where)
@@ -159,7 +154,7 @@ def _listed(run: WholeRun, view: View, query: Query) -> Iterator[str]:
     )
 
 
-def _group(run: WholeRun, query: Query, sources: PageData) -> Iterator[str]:
+def _group(run: ShownRun, query: Query, sources: PageData) -> Iterator[str]:
     detail = run.group(query.get("id", ""))
     group = shown_group(detail, sources)
     both = best_and_worst(detail)
@@ -167,7 +162,7 @@ def _group(run: WholeRun, query: Query, sources: PageData) -> Iterator[str]:
     return _page(run, "group", "groups", f"group {detail.view.group_id}", group=group, view=MEMBERS, ways=ways)
 
 
-def _rollout(run: WholeRun, query: Query, sources: PageData) -> Iterator[str]:
+def _rollout(run: ShownRun, query: Query, sources: PageData) -> Iterator[str]:
     detail = run.group(query.get("id", ""))
     member = member_of(detail, query.get("rollout", ""))
     names, group_id = [one.rollout_id for one in detail.tree()], detail.view.group_id
@@ -200,7 +195,7 @@ def compared(group_id: str, one: str, other: str) -> str:
     return link("compare", id=group_id, one=one, other=other)
 
 
-def _compare(run: WholeRun, query: Query, sources: PageData) -> Iterator[str]:
+def _compare(run: ShownRun, query: Query, sources: PageData) -> Iterator[str]:
     """Two rollouts of a group: where they part, and how each goes on."""
     detail = run.group(query.get("id", ""))
     one, other = (member_of(detail, query.get(name, "")) for name in ("one", "other"))
@@ -223,7 +218,7 @@ def _compare(run: WholeRun, query: Query, sources: PageData) -> Iterator[str]:
     )
 
 
-def _step(run: WholeRun, query: Query) -> Iterator[str]:
+def _step(run: ShownRun, query: Query) -> Iterator[str]:
     """What a step holds, why it was closed, its rows by rank, its rollouts and groups."""
     number = int(query["n"]) if query.get("n", "").isdecimal() else 0
     if number < 1:
@@ -240,7 +235,7 @@ def _step(run: WholeRun, query: Query) -> Iterator[str]:
         ]
         return {"title": f"{sum(size for _, size in row):,} of {capacity:,} tokens", "parts": parts}
 
-    ranks = rank_bars(view, cost_of(run.buffer))
+    ranks = rank_bars(view, run.cost())
     return _page(
         run,
         "step",

@@ -26,9 +26,9 @@ from rlbuffer.process.signals import stop_on_signals
 from rlbuffer.process.web_servers import is_own, say_failure
 from rlbuffer.state.text import printable
 from rlbuffer_cli.options import echo, say
+from rlbuffer_cli.shown_run import ShownRun
 from rlbuffer_cli.web.pages import PageData, policy, sources_of
 from rlbuffer_cli.web.routes import refusal, route
-from rlbuffer_cli.whole_run import WholeRun
 
 HOST = "127.0.0.1"
 SECRET_BYTES = 24
@@ -56,9 +56,9 @@ class Pages(socketserver.ThreadingTCPServer):
     block_on_close = False
     allow_reuse_address = True
 
-    def __init__(self, run: WholeRun, port: int) -> None:
+    def __init__(self, run: ShownRun, port: int) -> None:
         super().__init__((HOST, port), Handler)
-        run.buffer.store.patience_seconds = PATIENCE_SECONDS_OF_A_PAGE
+        run.wait_at_most(PATIENCE_SECONDS_OF_A_PAGE)
         self.run = run
         self.sources: PageData = sources_of(run)
         self.token = secrets.token_urlsafe(SECRET_BYTES)
@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
         """Says nothing: a line would hold the path, which is secret."""
 
 
-def serve_pages(run: WholeRun, port: int) -> int:
+def serve_pages(run: ShownRun, port: int) -> int:
     """Serves until ctrl-C or a signal that asks to stop. -> exit code."""
     stop = threading.Event()
     with Pages(run, port) as pages, stop_on_signals(stop):

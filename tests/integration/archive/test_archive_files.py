@@ -24,7 +24,7 @@ from rlbuffer.archive.writer import ArchiveWriter
 from rlbuffer.errors import AmbiguousId, ArchiveError, NotFound
 from rlbuffer.testing import make_group
 from rlbuffer.wire.payload import encode_push
-from rlbuffer_cli.whole_run import detail_of, details_of
+from rlbuffer_cli.archived_run import detail_of, details_of
 
 pytest_plugins = ["store_fixtures"]
 

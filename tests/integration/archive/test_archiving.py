@@ -24,7 +24,7 @@ from rlbuffer.daemon import archiving
 from rlbuffer.records.policy_version import PolicyVersion
 from rlbuffer.store.server import embedded
 from rlbuffer.testing import make_group
-from rlbuffer_cli.whole_run import detail_of
+from rlbuffer_cli.archived_run import detail_of
 
 pytestmark = pytest.mark.server
 

@@ -22,7 +22,7 @@ from rlbuffer.config.settings import RunSettings
 from rlbuffer.daemon import archiving
 from rlbuffer.records.states import State
 from rlbuffer.testing import make_group
-from rlbuffer_cli.whole_run import detail_of
+from rlbuffer_cli.archived_run import detail_of
 
 pytest_plugins = ("store_fixtures",)
 
