@@ -106,8 +106,8 @@ class _Leadership:
                 self.closed.add(use.info.group_id)
 
 
-def repeat(recorded: Recorded) -> Repeated:
-    """Makes the decisions of a run again."""
+def repeat(recorded: Recorded, progress: Callable[[int], None] = lambda steps: None) -> Repeated:
+    """Makes the decisions of a run again. `progress` gets the number of steps that are made."""
     out, by_entry = Repeated(steps=len(recorded.commits)), {push.entry_id: push for push in recorded.pushes}
     committed = {group for commit in recorded.commits for group in commit.header.group_ids}
     # What could not be trained was found when the step was made, and then another one was decided.
@@ -152,6 +152,7 @@ def repeat(recorded: Recorded) -> Repeated:
             out.differs = f"step {commit.step.step}: the same groups, laid out otherwise"
             break
         out.equal, before = out.equal + 1, commit
+        progress(out.equal)
         leadership.commit(decision)
         free_since = commit.step.committed_ms / 1000
         while decided and decided[0].at_ms <= commit.step.committed_ms:  # of the same turn

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,11 @@ def estimate(
     *,
     seeds: int = SEEDS,
     steps: int | None = None,
+    progress: Callable[[int, int, int], None] = lambda seed, steps, groups: None,
 ) -> Estimate:
     """Runs the recorded supply and demand under `config`, as many steps as recorded.
+
+    `progress` gets the number of the seed, from 0, and of its run the steps that are trained and the groups so far.
 
     Raises:
         ArchiveError: no group had a ticket, so nobody knows how long one takes.
@@ -81,7 +85,7 @@ def estimate(
             steps=steps or len(recorded.archive.steps),
             seed=seed,
             needs_advantage=recorded.needs_advantage,
-        ).run()
+        ).run(partial(progress, seed))
         for seed in range(seeds)
     )
     return Estimate(changes=changes, outcomes=outcomes)

@@ -32,6 +32,8 @@ ASK_SECONDS = 0.06
 LEAST_PATIENCE = 3600.0
 """Seconds. A run that gets no further for so long, or `PATIENCE` times a step and the longest task, makes no step."""
 PATIENCE = 100
+TOLD_GROUPS = 50
+"""From one word of progress to the next."""
 MOST_GROUPS = 10_000
 """Or for so many groups: where tasks are short an hour has more of them than anybody waits for."""
 
@@ -89,18 +91,24 @@ class World:
         for index, env in enumerate(workers):
             self._later(0.001 * (index + 1), self._ask, env)
 
-    def run(self) -> Outcome:
-        """Runs until the steps are trained.
+    def run(self, progress: Callable[[int, int], None] = lambda steps, groups: None) -> Outcome:
+        """Runs until the steps are trained. `progress` gets the steps that are, and the groups so far: with each
+        step, and while one takes many groups.
 
         Raises:
             ConfigError: with these settings one never is.
         """
+        told = (0, 0)
         while self._trained < self._steps:
             tries = len(self._infos) - self._groups_then
             if not self._events or self._now - self._moved > self._patience or tries > MOST_GROUPS:
                 raise ConfigError(self._never())
             self._now, _, what, args = heapq.heappop(self._events)
             what(*args)
+            place = self._trained, len(self._infos) // TOLD_GROUPS
+            if place != told:
+                told = place
+                progress(self._trained, len(self._infos))
         return outcome_of([*self._fates.values()], steps=self._trained, seconds=self._now, waited=self._waited)
 
     @property

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlbuffer.state.text import amount
+from rlbuffer.state.text import amount, plural
 from rlbuffer_cli import options
 from rlbuffer_cli.changes import combinations
 from rlbuffer_cli.options import echo, say, show_json
@@ -53,22 +54,35 @@ def command(archive: str, given: options.RunFlags, changes: tuple[str, ...], see
       rlbuffer what-if /data/math --set batcher.max_age=1,2,4 --set batcher.slow=wait
       rlbuffer what-if /data/math --set batcher.max_age=1,2,4,8 -o ages.png
     """
-    starting("what-if: reading the archive")
+    starting("what-if: loading what reads archives")
     from rlbuffer.archive import Archive
     from rlbuffer.what_if import estimate, read, repeat
     from rlbuffer.what_if.recorded import changed, completed
     from rlbuffer_cli.plots import FILES, check_drawing
+    from rlbuffer_cli.progress import showing
 
     if output is not None and output.suffix not in FILES:
         raise click.UsageError(f"-o {output}: write a name that ends in {' or '.join(FILES)}")
     wanted = combinations(changes)
     if output is not None:
         check_drawing(output)
-    recorded = read(Archive(archive))
-    variants = [(completed(recorded.config, variant), changed(recorded.config, variant)) for variant in wanted]
-    repeated, outcome = repeat(recorded), recorded.outcome
-    estimates = [estimate(recorded, recorded.config, {}, seeds=seeds)]
-    estimates += [estimate(recorded, config, variant, seeds=seeds) for variant, config in variants if variant]
+    with showing("reading the archive") as tell:
+        recorded = read(Archive(archive))
+        variants = [(completed(recorded.config, variant), changed(recorded.config, variant)) for variant in wanted]
+        tried = [({}, recorded.config), *(variant for variant in variants if variant[0])]
+        commits = len(recorded.commits)
+        repeated = repeat(recorded, lambda steps: tell(f"step {steps} of {commits} made again", steps / commits))
+        outcome, steps = recorded.outcome, len(recorded.archive.steps)
+
+        def trained(number: int, seed: int, count: int, groups: int) -> None:
+            place = f"seed {seed + 1} of {seeds}, step {min(count + 1, steps)} of {steps}, {plural(groups, 'group')}"
+            share = (number * seeds + seed + count / steps) / (len(tried) * seeds)
+            tell(f"{settings_name(tried[number][0])}: {place}", share)
+
+        estimates = [
+            estimate(recorded, config, changes, seeds=seeds, progress=partial(trained, number))
+            for number, (changes, config) in enumerate(tried)
+        ]
     if options.is_json():
         show_json(
             {
@@ -117,9 +131,14 @@ def plural_seeds(estimates: Sequence[Estimate]) -> str:
 
 def name_of(estimate: Estimate) -> str:
     """An estimate's settings."""
-    if not estimate.changes:
+    return settings_name(estimate.changes)
+
+
+def settings_name(changes: Mapping[str, Any]) -> str:
+    """Settings in the place of the run's own, in words."""
+    if not changes:
         return "model of it"
-    return ", ".join(f"{name.removeprefix('batcher.')} {value}" for name, value in estimate.changes.items())
+    return ", ".join(f"{name.removeprefix('batcher.')} {value}" for name, value in changes.items())
 
 
 def _cells(outcome: Outcome | Mapping[str, float]) -> list[str]:

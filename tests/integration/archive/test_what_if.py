@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import terminals
 from daemon_runs import Served
 from store_runs import Run
 
@@ -266,6 +267,26 @@ def test_a_name_twice_or_a_folder_that_is_not_there_is_said_at_once(capsys: pyte
     assert "--set batcher.max_age stands there twice" in capsys.readouterr().err
     assert main(["what-if", "/nope", "-o", "/nope/x.png"]) == 1
     assert "there is no folder /nope" in capsys.readouterr().err
+
+
+def test_a_what_if_says_how_far_it_is_where_no_terminal_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(record(tmp_path))
+    monkeypatch.setattr("rlbuffer_cli.progress.LINE_SECONDS", 0.0)
+    capsys.readouterr()
+    assert main(["what-if", folder, "--set", "batcher.max_age=3", "--seeds", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert lines[0].startswith(f"step 1 of {STEPS} made again (")
+    assert [line for line in lines if line.startswith(f"max_age 3: seed 2 of 2, step {STEPS} of {STEPS}, ")]
+    assert len(out.splitlines()) == 3
+
+
+def test_a_what_if_draws_how_far_it_is_on_a_terminal(tmp_path: Path) -> None:
+    folder = str(record(tmp_path))
+    drawn = terminals.typed(["what-if", folder, "--seeds", "1"], tmp_path, until=b"Made again", keys=b"")
+    assert b"reading the archive" in drawn
 
 
 def test_the_command_sweeps_values_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
