@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rich.text import Text
 
-from rlbuffer.records.waiting import AT_REST, Problem
+from rlbuffer.records.waiting import AT_REST, FINAL, Problem, Waiting
 from rlbuffer.state.heartbeats import Process, is_starting
 from rlbuffer.state.run_state import EnvState, RunState
 from rlbuffer.state.text import amount, duration, plural, printable
@@ -162,7 +162,13 @@ class ProcessRow(NamedTuple):
         """What must be cured, else what it waits for."""
         if self.problems:
             return Text(f"✕ {printable('; '.join(map(str, self.problems)))}", "dropped")
-        return Text(printable(str(self.process.waiting or "")), "label")
+        return Text(printable(str(self.waits or "")), "label")
+
+    @property
+    def waits(self) -> Waiting | None:
+        """What it waits for, or how the run ended; None of what a silent one said before the run came to rest."""
+        waiting, is_past = self.process.waiting, self.is_at_rest and not self.process.is_fresh
+        return None if is_past and waiting is not None and waiting.kind not in FINAL else waiting
 
     @property
     def problems(self) -> list[Problem]:
@@ -174,7 +180,7 @@ class ProcessRow(NamedTuple):
     def lines(self) -> list[str]:
         """All that is known of it: what failed, with its traceback, and which of its prompts went stale."""
         lines = [f"✕ {problem}" for problem in self.problems]
-        lines += [f"waits: {self.process.waiting}"] if self.process.waiting is not None else []
+        lines += [f"waits: {self.waits}"] if self.waits is not None else []
         lines += self.process.traceback.splitlines()
         if self.reasons:
             lines.append(f"dropped rollouts in the last {READ_RECORDS:,} records: {_counted(self.reasons)}")

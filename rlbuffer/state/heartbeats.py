@@ -167,21 +167,25 @@ class Process:
     has_stopped: bool = False
     """It said goodbye."""
     waiting: Waiting | None = None
-    """What it waits for; None while it works, and of one that does not say."""
+    """What it waits for, or how the run ended; None while it works, of one that has left, and of one that does not
+    say."""
     problems: tuple[Problem, ...] = ()
 
     @classmethod
     def of(cls, kind: str, name: str, beat: Beat, *, seconds_ago: float | None = None) -> Self:
         """The process of a heartbeat; `seconds_ago`: where the record does not have it."""
-        problems = beat.get("problems")
+        problems, waiting = beat.get("problems"), Waiting.of(beat.get("waiting"))
+        has_stopped = bool(beat.get("left") or beat.get("stopped"))
+        if has_stopped and waiting is not None and waiting.kind not in FINAL:
+            waiting = None  # of before it left
         return cls(
             **readable(cls, beat)
             | {
                 "kind": kind,
                 "name": name,
                 "seconds_ago": beat["seconds_ago"] if seconds_ago is None else seconds_ago,
-                "has_stopped": bool(beat.get("left") or beat.get("stopped")),
-                "waiting": Waiting.of(beat.get("waiting")),
+                "has_stopped": has_stopped,
+                "waiting": waiting,
                 "problems": tuple(filter(None, map(Problem.of, problems))) if isinstance(problems, list) else (),
             }
         )

@@ -17,6 +17,8 @@ from rlbuffer.state.heartbeats import (
     while_starting,
     worker_problems,
 )
+from rlbuffer.state.run_state import RunState, ServerState
+from rlbuffer_cli.run_tables import process_rows
 
 LOADS = {"waiting": Waiting(kind=Wait.STARTING, seconds=9.0, detail="which loads its model").record()}
 DEAD_SECONDS = 600.0
@@ -71,6 +73,31 @@ def test_a_supervisor_says_for_a_minute_that_all_start() -> None:
         claim._started -= ago
         assert is_starting([process("batcher", SUPERVISOR, **claim.record())]) == starts
         claim._started += ago
+
+
+@pytest.mark.parametrize("goodbye", ["left", "stopped"])
+def test_who_has_left_waits_for_nothing_but_says_how_the_run_ended(goodbye: str) -> None:
+    supervisor = process("batcher", SUPERVISOR, **LOADS, **{goodbye: True})
+    assert supervisor.waiting is None
+    ended = process("batcher", "leader", waiting=Waiting(kind=Wait.ENDED, step=4).record(), **{goodbye: True})
+    assert ended.waiting is not None
+    state = RunState(
+        run="r", at=0.0, server=ServerState(address="a"), processes=(supervisor, ended), waiting=ended.waiting
+    )
+    assert {row.title: str(row.says) for row in process_rows(state)} == {
+        "supervisor": "",
+        "batcher": str(ended.waiting),
+    }
+
+
+@pytest.mark.parametrize(("ago", "says"), [(1.0, True), (DEAD_SECONDS, False)])
+def test_a_silent_rank_of_a_run_that_has_ended_waits_no_more(ago: float, says: bool) -> None:
+    rank = process("rank", "0", ago, waiting=Waiting(kind=Wait.STEP, step=4).record())
+    ended = Waiting(kind=Wait.ENDED, step=3)
+    state = RunState(run="r", at=0.0, server=ServerState(address="a"), processes=(rank,), waiting=ended)
+    (row,) = process_rows(state)
+    assert bool(str(row.says)) == says
+    assert [line for line in row.lines if line.startswith("waits")] == ["waits: " + str(rank.waiting)] * says
 
 
 def test_who_loads_says_so_until_it_is_done_and_says_goodbye_where_it_fails() -> None:
