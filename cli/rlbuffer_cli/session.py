@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from rlbuffer.config.settings import RunSettings
     from rlbuffer_cli.options import RunFlags
 
-NAMED = ("--run", "RLBUFFER_RUN")
-"""Sources of a run's name that somebody has typed for this command."""
-
-
 def connected(loaded: Loaded, name: str, run: str = "") -> Buffer:
     """Connects to the server of the settings as `name`, to their run; to `run` where the server has answered before."""
     from rlbuffer.client.buffer import connect
@@ -69,7 +65,7 @@ def open_existing(loaded: Loaded, *, even_damaged: bool = False) -> Buffer:
         NotFound: there is no server data, or no such run on the server. SchemaMismatch: it was written by an
             incompatible version. RunDamaged.
     """
-    from rlbuffer.config.loading import meant_run
+    from rlbuffer.config.loading import TYPED, meant_run
 
     check_home(loaded)
     buffer, given_run = connected(loaded, "inspect"), loaded.settings.run
@@ -79,7 +75,7 @@ def open_existing(loaded: Loaded, *, even_damaged: bool = False) -> Buffer:
         if run not in runs:
             there = f" Runs there: {', '.join(sorted(runs, key=lambda r: -runs[r])[:8])}." if runs else ""
             raise NotFound(f"there is no run {run!r} on {buffer.store.server()['address']}.{there}")
-        if loaded.place("run") not in NAMED and not run == given_run == latest:
+        if loaded.place("run") not in TYPED and not run == given_run == latest:
             why = "the one opened last" if run == latest else f'of {loaded.place("run")}; "{latest}" was opened later'
             say(f'showing run "{run}", {why} (--run chooses another)', err=True)
         if run != given_run:

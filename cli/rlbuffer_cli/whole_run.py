@@ -22,6 +22,7 @@ from rlbuffer.client.texts import Texts, tokenizer_directory
 from rlbuffer.client.trainer_values import KeptValues
 from rlbuffer.errors import ArchiveError, NotFound, StepRetired
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.state.heartbeats import archive_folder
 from rlbuffer.state.run_state import RunState
 from rlbuffer_cli.archived_run import MOST_HEADERS, ArchiveFolder, detail_of, details_in, first_rollout
 from rlbuffer_cli.open_rollouts import detail_of as open_detail
@@ -198,6 +199,5 @@ class WholeRun(ShownRun):
     def _folder(self) -> Path | None:
         if self._given is not None:
             return Path(self._given)
-        folders = [beat.get("archive") for beat in self.buffer.store.heartbeats("batcher").values()]
-        named = next((folder for folder in folders if folder and isinstance(folder, str)), "")
+        named = archive_folder(self.buffer.store.heartbeats("batcher"))
         return Path(named) if named and Path(named).is_dir() else None

@@ -46,6 +46,8 @@ class Finding:
     """Name of the check."""
     problem: Problem | None = None
     """What it was seen by, where that is a problem of the run."""
+    archive: str = ""
+    """Folder of the run's archive, beside a problem; "" where its batcher says none."""
 
 
 def ok(text: str) -> Finding:

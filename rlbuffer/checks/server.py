@@ -25,10 +25,11 @@ from rlbuffer.checks.check import CHECKS, Check, Context, Finding, Level, check,
 from rlbuffer.checks.settings import too_small
 from rlbuffer.client.buffer import password_of
 from rlbuffer.client.run_state import read_run_state
-from rlbuffer.config.loading import Loaded, meant_run
+from rlbuffer.config.loading import TYPED, Loaded, meant_run
 from rlbuffer.config.memory_needs import FULL_SHARE, memory_bytes, mib
 from rlbuffer.config.settings import RunSettings
 from rlbuffer.errors import ConfigError, RlbufferError, RunGone, ServerUnreachable, ServerUnsuitable
+from rlbuffer.state.heartbeats import archive_folder
 from rlbuffer.state.step_record import StepRecord
 from rlbuffer.state.text import duration, plural, printable
 from rlbuffer.state.verdicts import JUDGED_STEPS, VERDICTS, WRONG, newest_steps, sampler_fact, verdicts
@@ -266,8 +267,25 @@ def server_memory(c: Context) -> Iterator[Finding]:
 @check("server.maxmemory server.appendfsync")
 def server_settings(c: Context) -> Iterator[Finding]:
     """An embedded server that is at work was started with the settings of [server]."""
-    if c.settings.redis_url:
-        return
+    if not c.settings.redis_url and _is_begun_by(c):
+        yield from _differing(c)
+
+
+def _is_begun_by(c: Context) -> bool:
+    """These settings began the run that is meant, as far as its name or its batcher's settings tell, or may begin one:
+    no run is there. Those of a file that lies beside another run say nothing of its server."""
+    runs = _runs(c)
+    name = meant_run(c.loaded, runs)
+    if name not in runs or (name == c.settings.run and c.loaded.place("run") not in TYPED):
+        return True
+    try:
+        return dict(Viewer(c.server, name, patience_seconds=0).meta().config) == c.settings.batcher.as_dict()
+    except RlbufferError:
+        return True  # another check says what is wrong with it
+
+
+def _differing(c: Context) -> Iterator[Finding]:
+    """The settings of [server] that an embedded server at work does not have."""
     wanted = {"maxmemory": str(memory_bytes(c.settings.server)), "appendfsync": c.settings.server.appendfsync}
     for key, value in wanted.items():
         if (real := _setting(c, key)) != value:
@@ -279,13 +297,13 @@ def server_settings(c: Context) -> Iterator[Finding]:
 
 
 def other_settings(loaded: Loaded) -> list[Finding]:
-    """What :func:`server_settings` finds before a run starts; nothing where no embedded server is at work."""
+    """What an embedded server at work lacks of the settings that a run is to start with; nothing where none is."""
     running = None if loaded.settings.redis_url else embedded.find(loaded.settings.home_dir)
     if running is None:
         return []
     context = Context(loaded=loaded)
     with _connected(context, running) as connection:
-        return list(server_settings(replace(context, connection=connection)))
+        return [replace(one, check="server-settings") for one in _differing(replace(context, connection=connection))]
 
 
 @check(lasts=True)
@@ -357,9 +375,10 @@ def learning(c: Context) -> Iterator[Finding]:
     try:
         store = Viewer(c.server, meant_run(c.loaded, _runs(c)), patience_seconds=0)
         trained = newest_steps(store.history(JUDGED_STEPS, of="records"))
+        archive = archive_folder(store.heartbeats("batcher"))
     except (RunGone, ServerUnsuitable):  # not every user may read it
         return
-    yield from judged(trained)
+    yield from (replace(finding, archive=archive) for finding in judged(trained))
 
 
 def judged(trained: Sequence[StepRecord]) -> Iterator[Finding]:

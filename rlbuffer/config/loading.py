@@ -215,6 +215,10 @@ def _determine(given: Given) -> None:
             given.put(tuple(name.split(".")), value, source)
 
 
+TYPED = ("--run", "RLBUFFER_RUN")
+"""Sources of a run's name that somebody has typed for one command."""
+
+
 def meant_run(loaded: Loaded, runs: Mapping[str, float], *, is_named: bool = False) -> str:
     """The run to look at where nothing shall be begun: the one that a flag or a variable names, or the file where the
     server has it, else the one that was opened last.
@@ -224,7 +228,7 @@ def meant_run(loaded: Loaded, runs: Mapping[str, float], *, is_named: bool = Fal
         is_named: the settings' run counts, wherever it comes from.
     """
     run, source = loaded.settings.run, loaded.place("run")
-    if is_named or source in ("--run", "RLBUFFER_RUN") or not runs or (run in runs and source != "default"):
+    if is_named or source in TYPED or not runs or (run in runs and source != "default"):
         return run
     return max(runs, key=lambda name: runs[name])
 

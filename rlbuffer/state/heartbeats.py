@@ -226,6 +226,12 @@ def processes(kind: str, beats: Mapping[str, Beat]) -> tuple[Process, ...]:
     return tuple(Process.of(kind, name, beat) for name, beat in sorted(beats.items()))
 
 
+def archive_folder(batchers: Mapping[str, Beat]) -> str:
+    """The folder that a batcher says it archives to, of their heartbeats; "" where none says one."""
+    folders = (beat.get("archive") for beat in batchers.values())
+    return next((folder for folder in folders if folder and isinstance(folder, str)), "")
+
+
 def batcher_waiting(
     leader: Process | None, *, is_led: bool, error: str = "", is_starting: bool = False
 ) -> Waiting | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +53,7 @@ def command(given: options.RunFlags, purpose: str | None, archive: Path | None) 
     has_file = bool(given.config or os.environ.get("RLBUFFER_CONFIG") or Path(DEFAULT_FILE).is_file())
     parts = options.parts_of(purpose or ("run" if has_file else ""))
     if archive is None:
-        found = of_run(diagnose(given.config, given.flags(), parts), lambda: given.load().settings.archive.dir)
+        found = of_run(diagnose(given.config, given.flags(), parts))
     else:
         found = _of_archive(archive)
     counts = dict.fromkeys(Level, 0)
@@ -73,8 +73,8 @@ def command(given: options.RunFlags, purpose: str | None, archive: Path | None) 
     return 1 if counts[Level.FAILURE] else 0
 
 
-def of_run(findings: Iterable[Finding], archive_of: Callable[[], Path | None]) -> Iterator[Finding]:
-    """What was found of a run at work, with what its archive proves. `archive_of` gives its folder."""
+def of_run(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """What was found of a run at work, with what its archive proves."""
     from rlbuffer.archive import Archive
     from rlbuffer.errors import ArchiveError
     from rlbuffer.state.verdicts import OF_WEIGHTS
@@ -83,8 +83,8 @@ def of_run(findings: Iterable[Finding], archive_of: Callable[[], Path | None]) -
         yield finding
         if finding.problem is None or finding.problem.kind not in OF_WEIGHTS:
             continue
-        folder = archive_of()
-        if folder is None:
+        folder = finding.archive
+        if not folder:
             fix = "Keep one (archive.dir) from the next start of rlbuffer serve on"
             yield _not_proved("the run has no archive, so what was sampled cannot be scored", fix)
             continue

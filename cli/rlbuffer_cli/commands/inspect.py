@@ -14,7 +14,7 @@ from rlbuffer.errors import NotFound, RlbufferError, clause
 from rlbuffer.state.text import did_you_mean
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say
-from rlbuffer_cli.session import NAMED, of_run, open_existing, open_run
+from rlbuffer_cli.session import of_run, open_existing, open_run
 from rlbuffer_cli.starting import clear, is_drawable
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ def command(
 @contextmanager
 def _opened(given: options.RunFlags, archive: str | None) -> Iterator[ShownRun]:
     """The run on its server, with its archive; the archive alone where the run cannot be had from a server."""
+    from rlbuffer.config.loading import TYPED
     from rlbuffer_cli.archived_run import ArchivedRun, ArchiveFolder
     from rlbuffer_cli.whole_run import WholeRun
 
@@ -133,7 +134,7 @@ def _opened(given: options.RunFlags, archive: str | None) -> Iterator[ShownRun]:
         return
     left = ArchivedRun(ArchiveFolder(Path(archive)))
     loaded = given.load()
-    if loaded.place("run") in NAMED and loaded.settings.run != left.name:
+    if loaded.place("run") in TYPED and loaded.settings.run != left.name:
         raise click.UsageError(f'--archive {archive} is of run "{left.name}", not of "{loaded.settings.run}"')
     try:
         buffer = open_existing(of_run(loaded, left.name))

@@ -25,7 +25,7 @@ from own_server import OwnServer
 
 import rlbuffer
 from rlbuffer.checks import host
-from rlbuffer.config.settings import ServerSettings
+from rlbuffer.config.settings import RunSettings, ServerSettings
 from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.store.keys import SCHEMA, Keys
 from rlbuffer.store.member import Member
@@ -339,5 +339,30 @@ def test_settings_that_the_embedded_server_at_work_does_not_have_are_told(home: 
                 assert (f"server.maxmemory = '{limit}' (rlbuffer.toml:2), but the embedded" in said) == differs
                 assert ("64.0 MiB" in said and "'always' (rlbuffer.toml:3)" in said) == differs or text is out
                 assert ("by ending all processes" in said) == differs
+    finally:
+        at_work.release()
+
+
+@pytest.mark.server
+def test_a_file_that_lies_beside_another_run_is_not_compared_with_that_runs_server(home: Path, typed: Call) -> None:
+    at_work = embedded.ensure(home, ServerSettings(maxmemory="64mb", appendfsync="no"))
+    try:
+        limit = '[server]\nmaxmemory = "128mb"\n'
+        Path("rlbuffer.toml").write_text(limit)
+        begun, other = (Run(at_work.url, home, name) for name in ("begun", "other"))
+        for run, config in ((begun, RunSettings().batcher.as_dict()), (other, {"max_age": 7})):
+            run.lead()
+            run.store.set_config(config, "digest")
+            run.close()
+        for named, flags, is_compared in (
+            ("", (), False),
+            ("", ("--run", "other"), False),
+            ("", ("--run", "begun"), True),
+            ('run = "other"\n', (), True),
+            ('run = "new"\n', (), False),
+        ):
+            Path("rlbuffer.toml").write_text(named + limit)
+            out = typed("doctor", "--for", "serve", "--home", str(home), *flags)[1]
+            assert ("server-settings" in out) == is_compared, (named, flags, out)
     finally:
         at_work.release()

@@ -107,8 +107,9 @@ def test_a_run_at_work_is_proved_by_its_archive(homes: dict[str, Path]) -> None:
     found = replace(failure("weights"), problem=Problem(kind=Trouble.STUCK_WEIGHTS, step=STEPS, detail=""))
 
     def told(folder: Path | None) -> tuple[str, str]:
-        first, second = of_run([found], lambda: folder)
-        assert first is found
+        given = replace(found, archive=str(folder or ""))
+        first, second = of_run([given])
+        assert first is given
         return str(second.level), second.text
 
     level, text = told(homes["stuck"] / "archive")
