@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 from rich.text import Text
 
-from rlbuffer.state.step_record import StepRecord
+from rlbuffer.state.step_record import DRIFT_AGES, StepRecord
 from rlbuffer.state.text import amount, printable
 from rlbuffer.state.verdicts import JUDGED_STEPS, newest_steps, sampler_fact, verdicts
 from rlbuffer_cli.table import Column, Target, View, figure
@@ -28,19 +28,21 @@ class DriftRow(NamedTuple):
     is_first: bool
     """Of the step."""
 
+    @property
+    def least_age(self) -> int:
+        """Of the tokens; the last row has all that are older than those of the rows before it."""
+        return int(self.age) if self.age.isdecimal() else len(DRIFT_AGES) - 1
+
     def number(self, name: str) -> float | None:
         """One number of the table; None where the trainer did not measure it."""
         return self.record.drift[self.age].get(name)
 
 
 def _read(run: Any, where: str, most: int) -> list[DriftRow]:
-    """The newest steps first; `where` is the number of one."""
+    """The newest steps first."""
     records = newest_steps(run.records(JUDGED_STEPS))
     return [
-        DriftRow(record, age, age == next(iter(record.drift)))
-        for record in reversed(records)
-        if not where or str(record.step) == where.strip()
-        for age in record.drift
+        DriftRow(record, age, age == next(iter(record.drift))) for record in reversed(records) for age in record.drift
     ][:most]
 
 
@@ -79,7 +81,12 @@ DRIFT = View(
     },
     opens=lambda row: Target("step", str(row.record.step)),
     above=_above,
-    filter_help="40",
+    fields={
+        "step": lambda row: row.record.step,
+        "age": lambda row: row.least_age,
+        "tokens": lambda row: row.number("tokens"),
+    },
+    filter_help="step:40 age>=1",
     empty="no step was measured by age: `rlbuffer train` does it",
     legend=lambda rows: DRIFT_LEGEND,
     columns=(

@@ -82,8 +82,7 @@ class OpenRow(NamedTuple):
 def _read(run: Any, where: str, most: int) -> Sequence[OpenRow]:
     store = run.buffer.store
     version, now = max(store.policy().version, 0), store.now()
-    rows = [OpenRow(Underway(rollout, now), version) for rollout in unpushed_rollouts(store, most)]
-    return [row for row in rows if where in row.rollout.name]
+    return [OpenRow(Underway(rollout, now), version) for rollout in unpushed_rollouts(store, most)]
 
 
 def _agents(run: Any, items: Sequence[OpenRow], width: int) -> Sequence[RenderableType]:
@@ -128,7 +127,14 @@ OPEN = View(
     record=lambda row: open_record(row.rollout),
     opens=lambda row: Target("rollout", row.rollout.name, group=row.rollout.group_id),
     above=_agents,
-    filter_help="a part of its name, or its env",
+    fields={
+        "env": lambda row: row.rollout.env,
+        "id": lambda row: row.rollout.group_id,
+        "age": lambda row: row.age,
+        "tokens": lambda row: row.rollout.tokens,
+    },
+    words=lambda row: row.rollout.name,
+    filter_help="a part of its name, or env:math",
     empty="no rollout is open: agents begin them at a gateway (`rlbuffer gateway`)",
     columns=(
         Column("open rollout", lambda row: row.rollout.name),

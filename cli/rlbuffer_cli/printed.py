@@ -7,7 +7,7 @@ import sys
 from rlbuffer_cli import look, sheets
 from rlbuffer_cli.options import is_json, say, show_json
 from rlbuffer_cli.shown_run import ShownRun
-from rlbuffer_cli.table import Printed, Target
+from rlbuffer_cli.table import EVERYTHING, Printed, Target
 from rlbuffer_cli.tables import GROUPS
 from rlbuffer_cli.text import columns_of
 
@@ -19,7 +19,7 @@ def show(run: ShownRun, target: Target, limit: int | None) -> int:
     """Prints a target, at most `limit` rows of a table. -> exit code."""
     most = PRINTED_TOKENS
     if target.kind == "table":
-        most = limit or (LISTED_GROUPS if target.name == GROUPS.name else sheets.EVERYTHING)
+        most = limit or (LISTED_GROUPS if target.name == GROUPS.name else EVERYTHING)
     sheet = sheets.read(run, target, most)
     if is_json():
         for record in map(sheet.view.record, sheet.items) if sheet.record is None else [sheet.record()]:

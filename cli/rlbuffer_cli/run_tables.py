@@ -58,16 +58,9 @@ def env_rows(state: RunState) -> list[EnvRow]:
     return [EnvRow(state, env) for env in state.envs]
 
 
-def _of_state(
-    rows: Callable[[RunState], Sequence[T]], names: Callable[[T], Iterable[str]]
-) -> Callable[[Any, str, int], list[T]]:
-    """Reads a table of a run's state: the rows with a name that has the filter in it."""
-
-    def read(run: Any, where: str, most: int) -> list[T]:
-        items = rows(run.state())
-        return [item for item in items if any(where in name for name in names(item))][:most]
-
-    return read
+def _of_state(rows: Callable[[RunState], Sequence[T]]) -> Callable[[Any, str, int], Sequence[T]]:
+    """Reads a table of a run's state."""
+    return lambda run, where, most: rows(run.state())[:most]
 
 
 ENVS = View(
@@ -75,11 +68,13 @@ ENVS = View(
     press="v",
     of_server=True,
     answers="Who gets which share of the tokens, against its target?",
-    read=_of_state(env_rows, lambda row: (row.name,)),
+    read=_of_state(env_rows),
     key=lambda row: row.env.name,
     record=lambda row: {"schema": "rlbuffer.env/1", **asdict(row.env)},
     opens=lambda row: Target("table", "groups", where=f'env:"{row.env.name}"'),
-    filter_help="a part of its name",
+    fields={"env": lambda row: row.env.name, "reward": lambda row: row.env.batch_reward},
+    words=lambda row: row.name,
+    filter_help="a part of its name, or env:math",
     empty="no env has sent anything yet",
     legend=lambda rows: ENVS_LEGEND,
     columns=(
@@ -235,7 +230,7 @@ PROCESSES = View(
     press="w",
     of_server=True,
     answers="Who lives, at which version, and what failed last?",
-    read=_of_state(process_rows, lambda row: (row.title, row.process.env)),
+    read=_of_state(process_rows),
     key=lambda row: row.title,
     record=lambda row: {
         "schema": "rlbuffer.process/1",
@@ -243,7 +238,12 @@ PROCESSES = View(
     },
     opens=_groups_of,
     more=lambda row: row.lines,
-    filter_help="a part of its name, or its env",
+    fields={
+        "env": lambda row: row.process.env,
+        "worker": lambda row: row.process.name if row.process.kind == "worker" else None,
+    },
+    words=lambda row: f"{row.title} {row.process.env}",
+    filter_help="a part of its name, or env:math",
     empty="no process has been seen",
     columns=(
         Column("process", lambda row: row.title),
@@ -263,10 +263,12 @@ PROBLEMS = View(
     press="!",
     of_server=True,
     answers="What must somebody cure, and how?",
-    read=_of_state(lambda state: state.problems, lambda problem: (str(problem), problem.kind)),
+    read=_of_state(lambda state: state.problems),
     key=lambda problem: " ".join(filter(None, problem.key)),
     record=lambda problem: {"schema": "rlbuffer.problem/1", **problem.record(), "sentence": str(problem)},
-    filter_help="a word of it",
+    fields={"env": lambda problem: problem.env, "worker": lambda problem: problem.worker},
+    words=lambda problem: f"{problem.kind} {problem}",
+    filter_help="a word of it, or env:math",
     empty="No problems. What somebody must cure stands here.",
     is_prose=True,
     columns=(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rlbuffer.config.settings import RunSettings
     from rlbuffer_cli.options import RunFlags
 
+
 def connected(loaded: Loaded, name: str, run: str = "") -> Buffer:
     """Connects to the server of the settings as `name`, to their run; to `run` where the server has answered before."""
     from rlbuffer.client.buffer import connect

@@ -18,7 +18,7 @@ from rlbuffer.errors import NotFound, RlbufferError
 from rlbuffer.state.text import plural, printable
 from rlbuffer_cli import facts
 from rlbuffer_cli.shown_run import ShownRun
-from rlbuffer_cli.table import Target, View, of_tuples
+from rlbuffer_cli.table import EVERYTHING, Target, View, of_tuples
 from rlbuffer_cli.tables import (
     GROUP_ORDER,
     GROUPS,
@@ -32,7 +32,6 @@ from rlbuffer_cli.tables import (
     worst_rows,
 )
 
-EVERYTHING = 2**31
 TOKENS = of_tuples(
     "tokens",
     ("token", "id", "text", "mask", "logprob", "advantage"),
@@ -101,7 +100,7 @@ def _table(run: ShownRun, target: Target, most: int) -> Sheet:
             f"{view.many or view.name} of run {run.name!r} are known to its server alone, which is not there; its "
             f"archive has {there}"
         )
-    items, hints = view.read(run, target.where, most), []
+    items, hints = view.listed(run, target.where, most), []
     if view is GROUPS and items:
         hints = [f"the first {most} ({GROUP_ORDER}): --limit shows more, --where chooses"] * (len(items) == most)
         hints.append(f"one group: rlbuffer inspect {view.key(items[0])}{run.flags}")

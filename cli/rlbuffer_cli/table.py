@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from rich.cells import cell_len
@@ -11,10 +11,12 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from rlbuffer.client.filters import FilteredTable, parse
 from rlbuffer.state.text import plural
 from rlbuffer_cli import look
 from rlbuffer_cli.text import MINUS, WIDE, signs
 
+EVERYTHING = 2**31
 LEAST_TEXT = 16
 """Columns of a terminal that the last column of a table has at least."""
 
@@ -81,7 +83,7 @@ class View:
     columns: tuple[Column, ...]
     key: Callable[[Any], str]
     read: Callable[[Any, str, int], Sequence[Any]] = lambda run, where, most: ()
-    """(run, filter, most) -> items, of a table that is listed by itself."""
+    """(run, filter of groups, most) -> items, of a table that is listed by itself; ask :meth:`listed`."""
     record: Callable[[Any], Mapping[str, Any]] = asdict
     opens: Callable[[Any], Target | None] | None = None
     """What `enter`, or a link, shows of an item; None: nothing."""
@@ -99,6 +101,10 @@ class View:
     """The key that shows it in the browser."""
     answers: str = ""
     """The questions that it answers, for the page of keys."""
+    fields: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict, hash=False)
+    """Fields of the filter that an item has -> its value; none of groups, which have all of them."""
+    words: Callable[[Any], str] | None = None
+    """What a word of the filter is looked for in; None: a filter has fields alone."""
     filter_help: str = ""
     empty: str = ""
     """What stands where nothing is."""
@@ -108,6 +114,28 @@ class View:
     """The run's server alone knows it."""
     is_prose: bool = False
     """Its last column holds sentences: they are broken where a cell of others is cut."""
+
+    def listed(self, run: Any, where: str, most: int) -> Sequence[Any]:
+        """The first `most` items that match a filter. Raises FilterError."""
+        if not self.fields:
+            return self.read(run, where, most)
+        takes = self.takes(where)
+        return [item for item in self.read(run, "", EVERYTHING if where else most) if takes(item)][:most]
+
+    @property
+    def filtered(self) -> FilteredTable | None:
+        """What a filter may say of its items; None: all that one of groups may."""
+        plural_name = self.many or self.name
+        return FilteredTable(plural_name, tuple(self.fields), self.words is not None) if self.fields else None
+
+    def takes(self, where: str) -> Callable[[Any], bool]:
+        """Tells whether an item matches a filter. Raises FilterError."""
+        terms = parse(where, self.filtered).terms
+
+        def value(item: Any, name: str) -> Any:
+            return self.words(item) if name == "text" and self.words is not None else self.fields[name](item)
+
+        return lambda item: all(term.holds(value(item, term.field)) for term in terms)
 
     def nothing(self, where: str) -> str:
         """What stands where no item is: of the filter, where one was given."""

@@ -327,11 +327,14 @@ class StepRow(NamedTuple):
     header: StepHeader
     is_trained: bool
 
+    @property
+    def state(self) -> State:
+        return State.TRAINED if self.is_trained else State.PACKED
+
 
 def _read_steps(run: Any, where: str, most: int) -> Sequence[StepRow]:
     trained = run.trained()
-    rows = [StepRow(header, header.step <= trained) for header in reversed(run.headers())]
-    return [row for row in rows if not where or str(row.header.step) == where.strip()][:most]
+    return [StepRow(header, header.step <= trained) for header in reversed(run.headers())][:most]
 
 
 def _trends(run: Any, items: Sequence[StepRow], width: int) -> Sequence[RenderableType]:
@@ -354,11 +357,18 @@ STEPS = View(
     record=lambda row: step_record(row.header),
     opens=lambda row: Target("step", str(row.header.step)),
     above=_trends,
-    filter_help="40",
+    fields={
+        "step": lambda row: row.header.step,
+        "state": lambda row: row.state,
+        "age": lambda row: row.header.age,
+        "reward": lambda row: row.header.reward,
+        "tokens": lambda row: row.header.tokens,
+    },
+    filter_help="step>=40 reward<0.1",
     empty="no committed step can still be read",
     columns=(
         figure("step", lambda row: row.header.step, "d"),
-        Column("state", lambda row: look.state("trained" if row.is_trained else "packed")),
+        Column("state", lambda row: look.state(row.state)),
         figure("groups", lambda row: len(row.header.group_ids), "d", 1),
         figure("rollouts", lambda row: row.header.rollouts, ","),
         figure("tokens", lambda row: row.header.tokens, amount),

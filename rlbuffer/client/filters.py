@@ -10,61 +10,83 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlbuffer.errors import FilterError
 from rlbuffer.records.states import Reason, State
 from rlbuffer.state.text import did_you_mean
 
-TEXT_FIELDS: Mapping[str, str] = MappingProxyType(
+
+class Field(NamedTuple):
+    """Something that is compared."""
+
+    attribute: str
+    """Of the view."""
+    about: str
+    """What it is, for the reference: docs/reference/filter.md is made of it."""
+    is_number: bool = False
+    is_of_rollout: bool = False
+    """Of one rollout, not of its group."""
+
+
+FIELDS: Mapping[str, Field] = MappingProxyType(
     {
-        "env": "env",
-        "state": "state",
-        "reason": "reason",
-        "worker": "worker",
-        "adapter": "adapter",
-        "id": "group_id",
-        "prompt": "prompt_id",
+        "env": Field("env", "its env"),
+        "state": Field("state", "where it stands"),
+        "reason": Field("reason", "why it was dropped"),
+        "worker": Field("worker", "who pushed it first"),
+        "adapter": Field("adapter", "the LoRA adapter that it trains"),
+        "id": Field(
+            "group_id",
+            "its id: `id:math.7` is what begins with math.7, so math.70, too; `id=math.7` is this one; `id!=math.7` "
+            "is what does not begin with it",
+        ),
+        "prompt": Field("prompt_id", "its prompt's id, compared as `id`"),
+        "age": Field("age", "policy versions, at the step that took it, or now", True),
+        "reward": Field("reward", "the mean of its scored rollouts", True),
+        "tokens": Field("tokens", "of all its rollouts", True),
+        "step": Field("step", "the step that took it", True),
+        "waited": Field("waited_seconds", "seconds from its first push to its step, or until now", True),
+        "stop": Field("finish_reason", "why sampling ended: `stop:length`", is_of_rollout=True),
+        "text": Field(
+            "text",
+            "what it says: `text:word` as it stands, `text:/regex/` with `i`, `s` or `m` behind it; a blank needs no "
+            "quotes there, and a slash before a blank is `\\/`",
+            is_of_rollout=True,
+        ),
+        "truncated": Field("is_truncated", "it ended at a length limit", is_of_rollout=True),
+        "rollout.reward": Field("reward", "its reward", True, True),
+        "rollout.tokens": Field("length", "its tokens", True, True),
+        "rollout.trained": Field("loss_tokens", "its trained tokens", True, True),
+        "rollout.version": Field("min_version", "the oldest policy version that sampled it", True, True),
+        "rollout.advantage": Field("advantage", "the one that it trains with, once a step has it", True, True),
+        "rollout.logprob": Field("logprob_mean", "the mean logprob of its trained tokens", True, True),
     }
 )
-"""Fields of a group that are compared as text -> attribute of the view."""
+"""Field of the language -> what is compared."""
 BEGINNINGS = frozenset({"id", "prompt"})
 """Fields of which the beginning is enough behind ``:``, as wherever an id is given; a table shows no more of a long
 one. ``=`` asks for the whole."""
-NUMBERS: Mapping[str, str] = MappingProxyType(
-    {"age": "age", "reward": "reward", "tokens": "tokens", "step": "step", "waited": "waited_seconds"}
-)
-"""Fields of a group that are compared as numbers -> attribute of the view."""
-ROLLOUT_TEXTS: Mapping[str, str] = MappingProxyType(
-    {"stop": "finish_reason", "text": "text", "truncated": "is_truncated"}
-)
-"""Fields of a rollout that are compared as text -> attribute of its view."""
-ROLLOUT_NUMBERS: Mapping[str, str] = MappingProxyType(
-    {
-        "rollout.reward": "reward",
-        "rollout.tokens": "length",
-        "rollout.trained": "loss_tokens",
-        "rollout.version": "min_version",
-        "rollout.advantage": "advantage",
-        "rollout.logprob": "logprob_mean",
-    }
-)
-"""Fields of a rollout that are compared as numbers -> attribute of its view."""
+TEXT_FIELDS = tuple(name for name, field in FIELDS.items() if not field.is_number and not field.is_of_rollout)
+"""Fields of a group that are compared as text."""
+NUMBERS = tuple(name for name, field in FIELDS.items() if field.is_number and not field.is_of_rollout)
+"""Fields of a group that are compared as numbers."""
+ROLLOUT_NUMBERS = tuple(name for name, field in FIELDS.items() if field.is_number and field.is_of_rollout)
+"""Fields of a rollout that are compared as numbers."""
 PAYLOAD_FIELDS = frozenset({"stop", "text", "rollout.logprob", "rollout.advantage"})
 """Fields for which a rollout's payload is read."""
-FILTER_FIELDS = (*TEXT_FIELDS, *NUMBERS, *ROLLOUT_TEXTS, *ROLLOUT_NUMBERS)
 SEARCHED_CHARACTERS = 65_536
 """Longest text that is searched whole; of a longer one its first and its last half of that. A regex of the user's own
 may take a time that grows with a power of the length."""
 
-_ATTRIBUTES = {**TEXT_FIELDS, **NUMBERS, **ROLLOUT_TEXTS, **ROLLOUT_NUMBERS}
-_ALLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+ALLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"state": tuple(State), "reason": tuple(Reason), "truncated": ("yes", "no")}
 )
+"""Field -> the only values that it has."""
 _WORD = re.compile(
     r"[A-Za-z_.]+(?:!=|==|=|:)/(?:\\.|[^\\])+?/[a-z]*(?=\s|\Z)"
     r'|(?:(?<=[:=,])"(?:\\.|[^"\\])*"|\S)+',
@@ -95,7 +117,7 @@ class Term:
     """One condition."""
 
     field: str
-    """One of :data:`FILTER_FIELDS`."""
+    """One of :data:`FIELDS`."""
     op: str
     """``==`` ``!=`` ``>=`` ``<=`` ``>`` ``<``; words know the first two, :data:`BEGINNINGS` ``:`` as well."""
     values: tuple[Any, ...]
@@ -104,16 +126,16 @@ class Term:
     @property
     def is_of_rollout(self) -> bool:
         """The condition is about one rollout, not about its group."""
-        return self.field in ROLLOUT_TEXTS or self.field in ROLLOUT_NUMBERS
+        return FIELDS[self.field].is_of_rollout
 
     @property
     def attribute(self) -> str:
         """Attribute of the view that is compared."""
-        return _ATTRIBUTES[self.field]
+        return FIELDS[self.field].attribute
 
     def holds(self, value: Any) -> bool:
         """True when `value` satisfies the condition; a missing number or text (None) satisfies none."""
-        if self.field in NUMBERS or self.field in ROLLOUT_NUMBERS:
+        if FIELDS[self.field].is_number:
             return value is not None and _COMPARE[self.op](value, self.values[0])
         if self.field == "text":
             if value is None:
@@ -177,29 +199,46 @@ class Filter:
         return all(t.holds(value) for t in self.terms if t.field == field)
 
 
-def parse(text: str) -> Filter:
-    """Reads a filter.
+class FilteredTable(NamedTuple):
+    """A table of other things than groups, which has some of the fields."""
+
+    name: str
+    """Of its things, in the plural."""
+    fields: Collection[str]
+    has_words: bool = False
+    """A word alone is a part of the thing's name, as ``text:word``."""
+
+
+def parse(text: str, table: FilteredTable | None = None) -> Filter:
+    """Reads a filter of groups, or of the things of `table`.
 
     Raises:
-        FilterError: a term is malformed, or a field, state or reason does not exist; names the nearest one.
+        FilterError: a term is malformed, or a field, state or reason does not exist; names the nearest one. Or the
+            table does not have the field.
     """
-    return Filter(terms=tuple(_term(word) for word in _WORD.findall(text)))
+    return Filter(terms=tuple(_term(word, table) for word in _WORD.findall(text)))
 
 
-def _term(word: str) -> Term:
+def _term(word: str, table: FilteredTable | None) -> Term:
     match = _TERM.match(word)
     if match is None:
-        raise FilterError(
-            f"cannot read {word!r} in the filter: expected FIELD:VALUE or FIELD>=NUMBER, e.g. env:math age>=2"
-        )
+        if table is not None and table.has_words:
+            return Term(field="text", op="==", values=(re.compile(re.escape(word)),))
+        example = "env:math age>=2" if table is None else f"{next(iter(table.fields))}:40"
+        raise FilterError(f"cannot read {word!r} in the filter: expected FIELD:VALUE or FIELD>=NUMBER, e.g. {example}")
     field, op, value = match.group(1).lower(), match.group(2), match.group(3)
     op = "==" if op == "=" or (op == ":" and field not in BEGINNINGS) else op
-    if field not in FILTER_FIELDS:
-        nearest, names = did_you_mean(field, FILTER_FIELDS), ", ".join(FILTER_FIELDS)
+    if field not in FIELDS:
+        fields = FIELDS if table is None else table.fields
+        nearest, names = did_you_mean(field, fields), ", ".join(fields)
         raise FilterError(f"{field!r} is not a field to filter by.{nearest} Fields: {names}.")
+    if table is not None and field not in table.fields and not (table.has_words and field == "text"):
+        others = [*table.fields, *(["a part of the name"] if table.has_words else [])]
+        by = f"{', '.join(others[:-1])} or {others[-1]}"
+        raise FilterError(f"{table.name} are not filtered by {field}, but by {by}")
     if value in ("", '""'):
         raise FilterError(f"{word!r} in the filter has no value")
-    if field in NUMBERS or field in ROLLOUT_NUMBERS:
+    if FIELDS[field].is_number:
         return Term(field=field, op=op, values=(_number(field, value),))
     if op not in (":", "==", "!="):
         raise FilterError(f"{field} is text: write {field}:{value} (or {field}!={value}), not {word!r}")
@@ -208,7 +247,7 @@ def _term(word: str) -> Term:
     values = tuple(v for v in map(_unquoted, _VALUE.findall(value)) if v)
     if not values:  # `!=` of nothing would hold for every group
         raise FilterError(f"{word!r} in the filter has no value")
-    allowed = _ALLOWED.get(field)
+    allowed = ALLOWED.get(field)
     for v in values:
         if allowed is not None and v not in allowed:
             raise FilterError(f"{v!r} is not a {field}.{did_you_mean(v, allowed)} One of: {', '.join(allowed)}.")

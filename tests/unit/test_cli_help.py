@@ -14,7 +14,7 @@ import click
 import pytest
 
 import rlbuffer
-from rlbuffer.client.filters import FILTER_FIELDS
+from rlbuffer.client.filters import FIELDS
 from rlbuffer.process.inputs import Input
 from rlbuffer_cli.commands.push import read_groups
 from rlbuffer_cli.main import COMMANDS
@@ -44,7 +44,7 @@ def test_help_and_version(run: Run) -> None:
     code, out, _ = run("inspect", "--help")
     assert code == 0
     assert "Changes nothing." in out
-    assert [field for field in FILTER_FIELDS if not re.search(rf"(?<![\w.]){re.escape(field)}\b", out)] == []
+    assert [field for field in FIELDS if not re.search(rf"(?<![\w.]){re.escape(field)}\b", out)] == []
 
 
 def leaves(found: click.Command) -> Iterator[click.Command]:

@@ -295,12 +295,11 @@ class Listing(BrowserScreen):
 
     def filter_by(self, where: str) -> None:
         """Reads with the filter; what is wrong with it is said, and it stays open."""
-        if self.view is GROUPS:
-            try:
-                parse(where)
-            except FilterError as error:
-                self.say(f"! {error}")
-                return
+        try:
+            self.view.takes(where)
+        except FilterError as error:
+            self.say(f"! {error}")
+            return
         self.close_filter()
         self.choose(where.strip())
 

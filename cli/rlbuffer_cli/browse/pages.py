@@ -24,6 +24,7 @@ from rlbuffer_cli.text import as_json, broken
 KEYED = [f"{view.press:<4}{view.name:<11}" for view in VIEWS.values() if view.press]
 VIEW_KEYS = "\n  ".join("".join(KEYED[at : at + 5]).rstrip() for at in range(0, len(KEYED), 5))
 ANSWERS = "\n".join(f"  {view.name:<10} {view.answers}" for view in VIEWS.values())
+OTHER_FIELDS = "\n".join(f"  {view.name:<10} {' '.join(view.fields)}" for view in VIEWS.values() if view.fields)
 HELP = f"""
 What each screen answers
 {ANSWERS}
@@ -51,7 +52,9 @@ env:vcopy state:ready reward<0.5
 Groups with a rollout for which all of these hold: stop:length truncated:yes text:word text:/regex/i and the numbers
 {" ".join(ROLLOUT_NUMBERS)}
 States: {" ".join(State)}
-Other tables: a part of the name; of steps the number.
+Other tables have some of the fields:
+{OTHER_FIELDS}
+A word alone is a part of the name of an env, a process or an open rollout, or a word of a problem.
 
 Esc first takes a filter away. Live reads every 2 s; it waits while the cursor is not at the top, so that nothing moves
 under it.

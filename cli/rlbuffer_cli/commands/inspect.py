@@ -81,6 +81,9 @@ def command(
                    rollout.reward rollout.tokens rollout.trained
                    rollout.version rollout.advantage rollout.logprob
                    all must hold for one and the same rollout of a group
+      of tables    steps: step state age reward tokens
+                   drift: step age tokens
+                   others: env, or a part of the name
     States         forming ready packed trained dropped
 
     \b
@@ -93,16 +96,15 @@ def command(
       rlbuffer inspect processes
       rlbuffer inspect open
       rlbuffer inspect step:40
+      rlbuffer inspect drift --where 'step>=40 age:0'
       rlbuffer inspect --where 'step:40 rollout.reward<0.1' --html worst.html
       rlbuffer inspect --archive /data/math
     """
-    from rlbuffer.client.filters import parse
     from rlbuffer_cli import printed, sheets
     from rlbuffer_cli.tables import GROUPS, VIEWS
 
     is_table = what is None or what in VIEWS
-    if not is_table or what in (None, GROUPS.name):
-        parse(where)  # a typing mistake needs no server
+    VIEWS[what if what in VIEWS else GROUPS.name].takes(where)  # a typing mistake needs no server
     with _opened(given, archive) as run, _naming_tables(what or ""):
         if tokenizer is not None:
             run.texts = _texts(tokenizer)

@@ -22,6 +22,7 @@ import redis
 import waits
 from every_role import EveryRole
 from own_server import OwnServer
+from store_runs import Run
 
 import rlbuffer
 from rlbuffer.checks import host
@@ -349,7 +350,7 @@ def test_a_file_that_lies_beside_another_run_is_not_compared_with_that_runs_serv
     try:
         limit = '[server]\nmaxmemory = "128mb"\n'
         Path("rlbuffer.toml").write_text(limit)
-        begun, other = (Run(at_work.url, home, name) for name in ("begun", "other"))
+        begun, other = (Run(at_work.address, home, name) for name in ("begun", "other"))
         for run, config in ((begun, RunSettings().batcher.as_dict()), (other, {"max_age": 7})):
             run.lead()
             run.store.set_config(config, "digest")

@@ -199,10 +199,10 @@ def test_a_cause_that_two_steps_name_is_said_in_top_and_by_doctor_and_shown_by_a
     assert "0.0400 (rms, nats), 4.0 times what bfloat16 changes" in problem
     with rlbuffer.connect(run.url, run=run.store.run) as buffer:
         whole = WholeRun(buffer, None)
-        rows = DRIFT.read(whole, "", 2)
+        rows = DRIFT.listed(whole, "", 2)
         assert [(row.record.step, row.number("rms")) for row in rows] == [(3, 0.04), (2, 0.04)]
-        assert [row.record.step for row in DRIFT.read(whole, "2", 9)] == [2]
-        text = "\n".join(lines_of(Printed(DRIFT, DRIFT.read(whole, "", 9))))
+        assert [row.record.step for row in DRIFT.listed(whole, "step:2", 9)] == [2]
+        text = "\n".join(lines_of(Printed(DRIFT, DRIFT.listed(whole, "", 9))))
         assert "0.0010" in text
         assert "0.0400" in text
-        assert problem in "\n".join(str(line) for line in DRIFT.above(whole, DRIFT.read(whole, "", 9), 100))
+        assert problem in "\n".join(str(line) for line in DRIFT.above(whole, DRIFT.listed(whole, "", 9), 100))
