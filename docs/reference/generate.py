@@ -1,4 +1,4 @@
-"""Writes what stands below the mark of a reference page, from the code: metrics, commands, the API.
+"""Writes what stands below the mark of a reference page, from the code: metrics, commands, the API, filters.
 
     python docs/reference/generate.py
 
@@ -13,7 +13,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -23,9 +23,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import click
 
 import rlbuffer
+from rlbuffer.client.filters import ALLOWED, FIELDS, Field
 from rlbuffer.state.prometheus import METRIC_PREFIX, all_metrics
 from rlbuffer.state.run_state import EnvState
 from rlbuffer_cli.main import cli
+from rlbuffer_cli.tables import VIEWS
 
 HERE = Path(__file__).parent
 MARK = "<!-- Made by docs/reference/generate.py from the code: change it there. -->\n"
@@ -84,6 +86,29 @@ def _helps(command: click.Command, ctx: click.Context) -> Iterator[str]:
             found = command.get_command(ctx, name)
             if found is not None and not found.hidden:
                 yield from _helps(found, click.Context(found, parent=ctx, info_name=name, **_WIDTH))
+
+
+def filters() -> Iterator[str]:
+    """What groups, and their rollouts, are filtered by, then the fields of other tables."""
+    for heading, is_of_rollout in (("Of a group", False), ("Of one of its rollouts", True)):
+        yield f"\n## {heading}\n"
+        rows = [_compared(name, field) for name, field in FIELDS.items() if field.is_of_rollout == is_of_rollout]
+        yield from table(["field", "compared as", "is"], rows)
+    yield "\n## Of other tables\n"
+    others = [view for view in VIEWS.values() if view.fields]
+    heads = ["table", "fields", "a word alone"]
+    yield from table(
+        heads, [[view.name, _coded(view.fields), "a part of the name" * bool(view.words)] for view in others]
+    )
+
+
+def _coded(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _compared(name: str, field: Field) -> list[str]:
+    values = f": {_coded(ALLOWED[name])}" if name in ALLOWED else ""
+    return [f"`{name}`", "number" if field.is_number else "text", f"{field.about}{values}"]
 
 
 ORDER = ("connect", "Buffer", "Writer", "Ticket", "Rollout", "TokenSequence", "Turn", "VersionSpan", "Failure", "Group")
@@ -285,6 +310,7 @@ def page(file: str, lines: Callable[[], Iterator[str]]) -> str:
 PAGES: Mapping[str, Callable[[], str]] = {
     "api.md": lambda: page("api.md", api),
     "commands.md": lambda: page("commands.md", commands),
+    "filter.md": lambda: page("filter.md", filters),
     "metrics.md": lambda: page("metrics.md", metrics),
 }
 """File -> what makes its text."""
