@@ -48,12 +48,16 @@ def check_archive(archive: Archive) -> Report:
                     expected |= {(part.step, part.rank, i): ref for i, ref in enumerate(part.rollouts)}
                 counts["steps" if row["digest"] in steps else "steps_taken_back"] += 1
             _check_rollouts(archive.rows(name.file("rollouts")), expected, findings, counts)
-        except (ArchiveError, PayloadError) as error:
+        except ArchiveError as error:
+            findings.add("A4", str(error))
+        except PayloadError as error:
             findings.add("A4", f"{name.file()}: {error}")
     for _, _, history in history_names(archive.folder):
         try:
             _check_history_file(archive, history, findings, counts)
-        except (ArchiveError, PayloadError) as error:
+        except ArchiveError as error:
+            findings.add("A5", str(error))
+        except PayloadError as error:
             findings.add("A5", f"{history}: {error}")
     for revision in sorted({step.revision for step in steps.values()}):
         try:

@@ -6,6 +6,7 @@ a Python object per token.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -230,7 +231,7 @@ def opened(path: Path) -> Iterator[Any]:
     """A file of an archive, to be read within the block.
 
     Raises:
-        ArchiveError: it cannot be read, now or in the block, or is of another format.
+        ArchiveError: it is missing, cannot be read, now or in the block, or is of another format; names the file.
     """
     try:
         with parquet_of(path) as parquet:
@@ -239,8 +240,11 @@ def opened(path: Path) -> Iterator[Any]:
                 formats = " and ".join(map(str, READ_FORMATS))
                 raise ArchiveError(f"{path} is of format {stored}, and this version reads formats {formats}")
             yield parquet
-    except UNREADABLE as error:
-        raise ArchiveError(f"{path} cannot be read: {error}") from None
+    except FileNotFoundError:
+        raise ArchiveError(f"{path} is missing: bring it back from a copy of the archive") from None
+    except UNREADABLE as error:  # pyarrow's words for what the system refused name the file once more
+        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        raise ArchiveError(f"{path} cannot be read: {why}") from None
 
 
 def rows_in(parquet: Any) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,25 @@ def test_what_is_not_there(archive: Archive) -> None:
     with pytest.raises(NotFound, match="revision 9"):
         archive.settings(9)
     assert archive.settings(1)["config"] == '{"max_age": 4}'
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["verify"], ["inspect", "a.0"], ["inspect"], ["export", "-o", "all.jsonl"]],
+    ids=lambda words: words[0],
+)
+def test_a_file_that_is_gone_is_named_once_with_what_to_do(
+    archive: Archive, typed: Callable[..., tuple[int, str, str]], arguments: list[str]
+) -> None:
+    (name,) = steps_names(archive.folder)
+    gone = archive.folder / name.file("rollouts")
+    gone.unlink()
+    code, out, err = typed(*arguments, "--archive", str(archive.folder))
+    assert code == 1
+    flowing = " ".join((out + err).split())
+    assert f"{gone} is missing: bring it back from a copy of the archive" in flowing
+    assert (out + err).count(gone.name) == 1
+    assert "Errno" not in out + err
 
 
 def test_a_file_that_is_torn_or_of_another_format_is_neither_read_nor_added_to(archive: Archive) -> None:
