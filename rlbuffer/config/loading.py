@@ -349,11 +349,12 @@ def places(sources: Mapping[str, str], *names: str) -> str:
 
 
 def located(sources: Mapping[str, str], *names: str) -> str:
-    """The places and two blanks, of the table where a setting is missing in it; "" where all are defaults."""
+    """The places, of the table where a setting is missing in it; "" where all are defaults. Behind the line of a file
+    stand two blanks; a flag stands before what it sets as it was typed."""
     given = []
     for name in names:
         while not places(sources, name) and "." in name:
             name = name.rpartition(".")[0]
         given.append(name)
     found = places(sources, *dict.fromkeys(given))
-    return f"{found}  " if found else ""
+    return f"{found}{' ' if found.startswith('--') else '  '}" if found else ""

@@ -1,13 +1,16 @@
-"""The settings that an archive keeps of the trainer: each one is on this list, and none is an address or a secret."""
+"""The settings that an archive keeps of the trainer: each one is on this list, none is an address or a secret, and each
+can be changed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 from pydantic import BaseModel
 
-from rlbuffer.config.recorded import RECORDED, recorded
+from rlbuffer.config.recorded import RECORDED, recorded, settings_of
 from rlbuffer.config.settings import RunSettings
+from rlbuffer.errors import ConfigError
 
 KEPT = {
     *("run", "seed", "deterministic", "model.path", "model.config", "model.dtype"),
@@ -52,3 +55,9 @@ def test_no_address_password_or_key_is_kept() -> None:
     kept = repr(recorded(RunSettings.model_validate(SECRETS)))
     assert "hidden" not in kept
     assert "10.0.0.1" not in kept
+
+
+def test_a_change_that_is_refused_stands_behind_its_flag_as_it_was_typed() -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings_of(recorded(RunSettings()), changes={"trainer.steps": -1})
+    assert str(refused.value).startswith("--set trainer.steps = -1: must be ")

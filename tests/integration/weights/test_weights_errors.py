@@ -115,7 +115,7 @@ def test_who_waits_for_another_processs_download_can_be_stopped(tmp_path: Path) 
         (
             ["weights", "serve", "--listen", "nowhere"],
             3,
-            "Error: --listen  weights.listen = 'nowhere': must be HOST:PORT, e.g. 127.0.0.1:9465\n",
+            "Error: --listen weights.listen = 'nowhere': must be HOST:PORT, e.g. 127.0.0.1:9465\n",
         ),
     ],
 )
