@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rlbuffer.checks.check import Finding
     from rlbuffer.state.verdicts import Spell
 
+SHOWN_SPELLS = 6
+"""Spells of steps that a cause is said to be named in."""
 LEVEL_COLOURS = {"ok": "green", "warning": "yellow", "failure": "red"}
 
 
@@ -108,6 +110,14 @@ def _spells(archive: Archive) -> list[Spell]:
     return spells([trained[step] for step in sorted(trained)])
 
 
+def _steps(spells: Sequence[Spell]) -> str:
+    """The steps of spells: ``3 to 5, 9 and 12 to 20``; of many the newest ones."""
+    shown = [f"{s.first} to {s.last}" if s.last > s.first else f"{s.first}" for s in spells[-SHOWN_SPELLS:]]
+    earlier = [f"{len(spells) - len(shown)} earlier spells"] if len(spells) > len(shown) else []
+    *rest, last = [*earlier, *shown]
+    return f"{', '.join(rest)} and {last}" if rest else last
+
+
 def _of_archive(folder: Path) -> Iterator[Finding]:
     """What the steps that the archive knows of name."""
     from rlbuffer.archive import Archive
@@ -116,14 +126,16 @@ def _of_archive(folder: Path) -> Iterator[Finding]:
     from rlbuffer.state.verdicts import OF_WEIGHTS, WRONG
 
     archive = Archive(folder)
-    found = _spells(archive)
-    for spell in found:
-        problem = spell.problem
-        text = f"named in steps {spell.first} to {spell.last}. {printable(problem.in_words(f'{archive.folder}/'))}"
+    causes: dict[tuple[str, str], list[Spell]] = {}
+    for spell in _spells(archive):
+        causes.setdefault(spell.problem.key, []).append(spell)
+    for spells in causes.values():
+        problem = spells[-1].problem
+        text = f"named in steps {_steps(spells)}. {printable(problem.in_words(f'{archive.folder}/'))}"
         yield replace((failure if problem.kind in WRONG else warning)(text), check="learning")
         if problem.kind in OF_WEIGHTS:
-            yield _proof(archive, spell)
-    if not found:
+            yield _proof(archive, spells[-1])
+    if not causes:
         records = archive.trained
         measured = sum(bool(record.get("drift")) for record in records)
         text = f"{plural(len(records), 'trained step')}, {measured} measured by the age of tokens; no cause is named"

@@ -14,6 +14,7 @@ from test_archive_files import archived, settled
 
 from rlbuffer.archive.check import check_archive
 from rlbuffer.archive.library import Archive
+from rlbuffer.state.step_record import DRIFT_NUMBERS
 from rlbuffer.store.keys import Keys
 from rlbuffer_cli.main import main
 
@@ -98,3 +99,18 @@ def test_an_archive_is_drawn_without_a_server(run: Run, tmp_path: Path, capsys: 
     assert sum(value for _, _, value in points("drops")) in (4, 6)  # the last drop comes after the last step
     assert len(points("fill")) == 3
     assert Archive(tmp_path / "archive").steps[0].fill > 0
+
+
+def test_doctor_names_a_cause_once_with_the_steps_of_each_spell(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    still, lively, age_0 = 0.005, 0.3, dict.fromkeys(DRIFT_NUMBERS, 0.0) | {"tokens": 1000}
+    for step, entropy in enumerate([lively, still, still, still, lively, lively, still, still, lively], 1):
+        run.step(f"a.{step}")
+        record(run, step, 0.5, entropy=entropy, drift={"0": age_0})
+    archived(run, tmp_path / "archive")
+    capsys.readouterr()
+    assert main(["doctor", "--archive", str(tmp_path / "archive"), "--json"]) == 0
+    (found,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert found["text"].startswith("named in steps 3 to 4 and 8. ")
+    assert "the mean entropy is 0.0050 nats" in found["text"]
