@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -74,6 +75,8 @@ def estimate(
     tasks, workers = tasks_of(recorded), recorded.workers
     if not workers:
         raise ArchiveError(f"{recorded.archive.folder}: no push came of a ticket, so nobody knows how long one takes")
+    groups = {push.info.group_id for push in recorded.pushes}
+    step_groups = math.ceil(len(groups) / len(recorded.archive.steps))
     outcomes = tuple(
         World(
             config,
@@ -83,6 +86,7 @@ def estimate(
             turn_seconds=TURN_SECONDS,
             world_size=recorded.commits[-1].header.world_size,
             steps=steps or len(recorded.archive.steps),
+            step_groups=step_groups,
             seed=seed,
             needs_advantage=recorded.needs_advantage,
         ).run(partial(progress, seed))

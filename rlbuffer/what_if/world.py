@@ -32,10 +32,10 @@ ASK_SECONDS = 0.06
 LEAST_PATIENCE = 3600.0
 """Seconds. A run that gets no further for so long, or `PATIENCE` times a step and the longest task, makes no step."""
 PATIENCE = 100
+"""Nor does one that gets no further for so many steps' worth of groups: where tasks are short an hour has more of them
+than anybody waits for."""
 TOLD_GROUPS = 50
 """From one word of progress to the next."""
-MOST_GROUPS = 10_000
-"""Or for so many groups: where tasks are short an hour has more of them than anybody waits for."""
 
 
 class World:
@@ -49,6 +49,7 @@ class World:
         turn_seconds: from a push, or a trained step, to the leader's decision.
         world_size: ranks.
         steps: how many to train.
+        step_groups: that came for a step of the record, about.
         seed: draws when workers ask.
         needs_advantage: as the recorded trainer's loss.
     """
@@ -63,11 +64,12 @@ class World:
         turn_seconds: float,
         world_size: int,
         steps: int,
+        step_groups: int,
         seed: int,
         needs_advantage: bool,
     ) -> None:
         self._config, self._tasks, self._steps, self._world_size = config, tasks, steps, world_size
-        self._train_seconds, self._turn_seconds = train_seconds, turn_seconds
+        self._train_seconds, self._turn_seconds, self._step_groups = train_seconds, turn_seconds, step_groups
         self._batcher = Batcher(config, needs_advantage=needs_advantage)
         self._rng, self._order = np.random.default_rng(seed), count()
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -82,7 +84,7 @@ class World:
         self._is_training = self._is_ticking = False
         self._idle_since = self._waited = 0.0
         self._longest_task = self._moved = 0.0
-        """When it last got further: a step was finished, or more groups were pending than since that one."""
+        """When it last got further: a step was made or trained, or more groups were pending than since that."""
         self._most_pending = self._groups_then = 0
         self._waiting = ""
         self._infos: dict[str, GroupInfo] = {}
@@ -101,7 +103,8 @@ class World:
         told = (0, 0)
         while self._trained < self._steps:
             tries = len(self._infos) - self._groups_then
-            if not self._events or self._now - self._moved > self._patience or tries > MOST_GROUPS:
+            most = PATIENCE * self._step_groups
+            if not self._events or self._now - self._moved > self._patience or tries > most:
                 raise ConfigError(self._never())
             self._now, _, what, args = heapq.heappop(self._events)
             what(*args)
@@ -133,7 +136,7 @@ class World:
         return f"with these settings step {self._trained + 1} is never made, so it seems after {after}: {cause}"
 
     def _move(self) -> None:
-        self._moved, self._groups_then = self._now, len(self._infos)
+        self._moved, self._groups_then, self._most_pending = self._now, len(self._infos), self._pending
 
     def _later(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
         heapq.heappush(self._events, (self._now + seconds, next(self._order), what, args))
@@ -175,7 +178,6 @@ class World:
         )
         self._drop(turn.drops)
         if self._pending > self._most_pending:  # a step of many groups takes its time
-            self._most_pending = self._pending
             self._move()
         self._allowances = dict(turn.allowances)
         if turn.decision is None:
@@ -203,6 +205,8 @@ class World:
         self._committed = plan.step
         for group_id in plan.group_ids:
             self._decide(group_id, age=plan.step - 1 - oldest_of([self._infos[group_id]]))
+        self._step_groups = max(self._step_groups, len(plan.group_ids))
+        self._move()
         self._queue.append(plan)
         self._begin()
 
@@ -221,7 +225,6 @@ class World:
 
     def _finish(self, step: int) -> None:
         self._trained, self._is_training, self._idle_since = step, False, self._now
-        self._most_pending = self._pending
         self._move()
         self._begin()
         self._later(self._turn_seconds, self._turn)
