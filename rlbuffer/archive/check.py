@@ -11,7 +11,7 @@ A7  from the first step that the trainer recorded to the last, every step has it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -28,13 +28,16 @@ NAMED_HOLES = 20
 """Holes that are named one by one."""
 
 
-def check_archive(archive: Archive) -> Report:
-    """Reads every byte of an archive, one row group at a time."""
+def check_archive(archive: Archive, progress: Callable[[str, float], None] = lambda what, share: None) -> Report:
+    """Reads every byte of an archive, one row group at a time. `progress` gets what is read now, and the share of the
+    files that were read before."""
     findings = Findings()
     counts: Counter[str] = Counter()
     steps = {step.digest: step for step in archive.steps}
     _check_chain(archive, findings)
-    for name in steps_names(archive.folder):
+    names, histories = steps_names(archive.folder), history_names(archive.folder)
+    for number, name in enumerate(names):
+        progress(f"checking steps {name.first} to {name.last}", number / (len(names) + len(histories)))
         try:
             expected: dict[tuple[int, int, int], PartRollout] = {}
             for row in archive.table(name.file()):
@@ -52,7 +55,8 @@ def check_archive(archive: Archive) -> Report:
             findings.add("A4", str(error))
         except PayloadError as error:
             findings.add("A4", f"{name.file()}: {error}")
-    for _, _, history in history_names(archive.folder):
+    for number, (_, _, history) in enumerate(histories, len(names)):
+        progress("checking what was dropped", number / (len(names) + len(histories)))
         try:
             _check_history_file(archive, history, findings, counts)
         except ArchiveError as error:

@@ -57,6 +57,8 @@ def command(given: options.RunFlags, archive: str | None) -> int:
 def _of_archive(folder: str) -> tuple[Report, str, tuple[str, ...]]:
     from rlbuffer.archive.check import check_archive
     from rlbuffer.archive.library import Archive
+    from rlbuffer_cli.progress import showing
 
-    archive = Archive(folder)
-    return check_archive(archive), archive.run, archive.lacks
+    with showing("reading the archive") as tell:
+        archive = Archive(folder)
+        return check_archive(archive, tell), archive.run, archive.lacks

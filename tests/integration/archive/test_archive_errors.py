@@ -69,6 +69,16 @@ def test_a_file_that_is_gone_is_named_once_with_what_to_do(
     assert "Errno" not in out + err
 
 
+def test_verify_says_how_far_it_is_where_no_terminal_is(
+    archive: Archive, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlbuffer_cli.progress.LINE_SECONDS", 0.0)
+    assert main(["verify", "--archive", str(archive.folder)]) == 0
+    first, *others = capsys.readouterr().err.splitlines()
+    assert first.startswith("checking steps 1 to 1 (0% after ")
+    assert [line for line in others if line.startswith("checking what was dropped (50% after ")]
+
+
 def test_a_file_that_is_torn_or_of_another_format_is_neither_read_nor_added_to(archive: Archive) -> None:
     (name,) = steps_names(archive.folder)
     file = archive.folder / name.file()
