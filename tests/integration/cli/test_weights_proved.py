@@ -167,7 +167,7 @@ def test_versions_that_are_kept_but_were_not_scored_are_counted_and_named(
     scored = [fit.version for fit in found.fits]
     assert len(scored) == 3
     assert sorted([*scored, *found.further]) == [*range(STEPS)]
-    assert found.to_score == (*found.further, found.said)
+    assert found.to_score == (*found.further, found.named)
     assert "None of the 3 versions that were scored has sampled them; not scored, but kept: 3 other older" in str(found)
     _, text = doctor(homes["stuck"], capsys)["weights"]
     assert f"--score {STEPS} --versions {','.join(map(str, found.to_score))}" in text
@@ -197,6 +197,6 @@ def test_what_a_sound_sampler_has_sampled_is_its_own(
         shown = weights_proof(Archive(home / "archive"), 1, step)
         assert shown.has_arrived
         assert shown.other is None
-        assert (shown.step, shown.said) == (step, step - 1)
+        assert (shown.step, shown.named) == (step, step - 1)
     main(["replay", str(home / "archive"), "--score", str(STEPS), "--versions", "0,1,2,3,4,5"])
     assert "is said to have sampled" not in capsys.readouterr().out
