@@ -439,6 +439,9 @@ ROWS: dict[str, Row] = {
     ),
     "wait_step": Row(call=lambda store, run: store.wait_step(2, block_seconds=0), prepare=_steps),
     "read_parts": Row(call=lambda store, run: store.read_parts(2), prepare=_steps),
+    "left_out": Row(
+        call=lambda store, run: store.left_out(run.store.wait_step(1, block_seconds=0), _parts(run)), prepare=_steps
+    ),
     "read_payloads": Row(call=lambda store, run: store.read_payloads(_parts(run)), prepare=_steps),
     "read_fields": Row(call=_fields, prepare=_steps),
     "read_group_payloads": Row(
