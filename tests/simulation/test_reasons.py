@@ -15,12 +15,12 @@ from rlbuffer.daemon.watches import TrainerWord
 from rlbuffer.records.waiting import Cause, Wait, Waiting
 from simulation.__main__ import run_seed
 
-say = Reporter.say
+report = Reporter.report
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def says_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reporter, "say", lambda self, waiting, *args: say(self, None, *args))
+    patch.setattr(Reporter, "report", lambda self, waiting, *args: report(self, None, *args))
 
 
 def says_nothing_of_groups(patch: pytest.MonkeyPatch) -> None:
@@ -31,9 +31,9 @@ def says_the_first_for_ever(patch: pytest.MonkeyPatch) -> None:
     first: dict[Reporter, Waiting] = {}
 
     def stale(self: Reporter, waiting: Waiting | None, *args: Any) -> None:
-        say(self, first.setdefault(self, waiting) if waiting else None, *args)
+        report(self, first.setdefault(self, waiting) if waiting else None, *args)
 
-    patch.setattr(Reporter, "say", stale)
+    patch.setattr(Reporter, "report", stale)
 
 
 def calls_the_trainer_gone(patch: pytest.MonkeyPatch) -> None:
