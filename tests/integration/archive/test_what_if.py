@@ -286,7 +286,7 @@ def test_a_what_if_says_how_far_it_is_where_no_terminal_is(
 def test_a_what_if_draws_how_far_it_is_on_a_terminal(tmp_path: Path) -> None:
     folder = str(record(tmp_path))
     drawn = terminals.typed(["what-if", folder, "--seeds", "1"], tmp_path, until=b"Made again", keys=b"")
-    assert b"reading the archive" in drawn
+    assert f"model of it: seed 1 of 1, step {STEPS} of {STEPS}, ".encode() in terminals.ANSI.sub(b"", drawn)
 
 
 def test_the_command_sweeps_values_and_draws_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
