@@ -15,6 +15,7 @@ from store_runs import Run
 
 from rlbuffer.client.buffer import Buffer
 from rlbuffer.errors import RunGone, ServerFull
+from rlbuffer.store.producer import PushOrigin
 from rlbuffer.store.worker import WorkerStore
 
 Call = Callable[..., tuple[int, str, str]]
@@ -212,15 +213,15 @@ def test_a_file_that_a_full_server_takes_in_part_is_said_to_be_so_and_goes_on_fr
     path = tmp_path / "groups.jsonl"
     groups = [{"group_id": f"g{n}", "env": "b", "prompt_id": "p", "planned_size": 1} for n in range(3)]
     path.write_text("".join(json.dumps(group | {"rollouts": [rollout]}) + "\n" for group in groups))
-    push_many, is_full = WorkerStore.push_many, True
+    push_from, is_full = WorkerStore._push_from, True
 
-    def limited(store: EveryRole, pushes: Sequence[Any], **values: Any) -> Any:
-        room = max(0, 2 - values["sequence"]) if is_full else len(pushes)
-        outcomes, error = push_many(store, pushes[:room], **values) if room else ([], None)
+    def limited(store: EveryRole, source: PushOrigin, pushes: Sequence[Any], sequence: int) -> Any:
+        room = max(0, 2 - sequence) if is_full else len(pushes)
+        outcomes, error = push_from(store, source, pushes[:room], sequence) if room else ([], None)
         full = ServerFull("the server at memory:// refused: it is full")
         return outcomes, error or (full if room < len(pushes) else None)
 
-    monkeypatch.setattr(WorkerStore, "push_many", limited)
+    monkeypatch.setattr(WorkerStore, "_push_from", limited)
     monkeypatch.setattr(Buffer, "writer", partialmethod(Buffer.writer, patience_seconds=0.2))
     code, _, err = call("push", str(path), "--run", made.store.run)
     assert code == 4
