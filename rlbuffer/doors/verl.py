@@ -200,7 +200,7 @@ def prompt_digest(row: Mapping[str, Any]) -> str:
 
 # -- the seam ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class Standing:
+class UntrainedGroup:
     """A group that the stream has given and the trainer has not trained."""
 
     place: int
@@ -220,7 +220,7 @@ class Journal:
         self._lock = threading.Lock()
         self._pushed: dict[str, tuple[str, int]] = {}
         """Group of the run -> uid and number of rollouts, of those that are pushed and not taken yet."""
-        self._standing: dict[str, Standing] = {}
+        self._standing: dict[str, UntrainedGroup] = {}
         """uid -> what the stream has given, in its order."""
         self._evicted: set[str] = set()
         self._dropped: set[str] = set()
@@ -300,7 +300,9 @@ class Journal:
                 is_own = taken.group_id in self._pushed
             is_there = is_own or self._is_restored(uid, taken)
             with self._lock:
-                self._standing[uid] = Standing(taken.place, tuple(rollout.rollout_id for rollout in taken.rollouts))
+                self._standing[uid] = UntrainedGroup(
+                    taken.place, tuple(rollout.rollout_id for rollout in taken.rollouts)
+                )
                 if not is_there:
                     self._evicted.add(uid)
                 self._pushed.pop(taken.group_id, None)
