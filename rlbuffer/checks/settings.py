@@ -136,6 +136,19 @@ def agents(c: Context) -> Iterator[Finding]:
         yield failure(text, "trainer.lora.path" if lora.path else "trainer.lora.rank", "gateway.engines", fix=fix)
 
 
+@check("trainer.optimizer.learning_rate model.path trainer.lora.rank trainer.lora.path")
+def learning_rate(c: Context) -> Iterator[Finding]:
+    """A model that was trained before is trained at a rate that somebody chose: the default is a fresh model's."""
+    trainer, setting = c.settings.trainer, "trainer.optimizer.learning_rate"
+    is_chosen = "learning_rate" in trainer.optimizer.model_fields_set
+    if c.settings.model.path and not is_chosen and not trainer.lora.is_used:
+        text = (
+            f"{setting} = {trainer.optimizer.learning_rate:g} (default) is for a fresh model, and model.path names one"
+        )
+        fix = "Set it: 1e-6 to 1e-5 is usual for all weights of a pretrained model."
+        yield warning(f"{text} that was trained before", setting, "model.path", fix=fix)
+
+
 @check("eval.NAME.samples eval.NAME.temperature")
 def samples(c: Context) -> Iterator[Finding]:
     """Several rollouts of a prompt can differ."""

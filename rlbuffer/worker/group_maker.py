@@ -167,7 +167,8 @@ class GroupMaker:
         unfinished when the worker ends are not: `planned_size` is then what there is.
 
         Raises:
-            GroupFailed: half of the rollouts, or more, failed; the message has the first reason.
+            GroupFailed: half of the rollouts, or more, failed; the message has the first reason. Or none has a reward,
+                and no scorer adds one.
             Aborted: sampling was stopped.
             SamplerUnavailable: the sampler is away.
             Exception: of the sampler, or of the env; :func:`rlbuffer.worker.faults.fault_of` says whose fault it is.
@@ -188,6 +189,10 @@ class GroupMaker:
             raise GroupFailed(in_words(failed[0].error)) from failed[0].error
         if not is_enough:
             raise GroupFailed(next(str(rollout.failure) for rollout in rollouts if rollout.failure))
+        if "reward" not in self._needs and all(rollout.reward is None for rollout in sound):
+            raise GroupFailed(
+                f"{self.way}() gave no reward, and no scorer adds one: give a number, or add a [score.NAME]"
+            )
         version = sound[0].max_policy_version
         rollouts += [self._failed(prompt, one, version) for one in failed if fault_of(one.error) is not Fault.SERVER]
         return self._group(ticket, prompt, rollouts, len(unfinished))

@@ -16,6 +16,7 @@ from rlbuffer.config.settings import WorkerSettings
 from rlbuffer.errors import GroupFailed, InvalidRollout, SamplerBusy
 from rlbuffer.process.threads import places_of_thread
 from rlbuffer.records.group import Ticket
+from rlbuffer.records.spans import VersionSpan
 from rlbuffer.records.waiting import Wait, Waiting
 from rlbuffer.worker import failures, heartbeat
 from rlbuffer.worker.envs import Prompt, Score
@@ -71,12 +72,14 @@ class Sampler:
 
     async def sample(self, prompt, *, n, sampling):
         tokens = np.array([3, 12], np.int32)
-        return [Completion(tokens=tokens, logprobs=np.zeros(2, np.float32), finish_reason="stop", version_spans=())] * n
+        spans = (VersionSpan(0, 0, 2),)
+        logprobs = np.zeros(2, np.float32)
+        return [Completion(tokens=tokens, logprobs=logprobs, finish_reason="stop", version_spans=spans)] * n
 
 
-def maker(env: object) -> GroupMaker:
+def maker(env: object, needs: tuple[str, ...] = ()) -> GroupMaker:
     settings = WorkerSettings(env="theirs:Theirs", group_size=2)
-    return GroupMaker(env, Sampler(), settings, worker="w")  # type: ignore[arg-type]
+    return GroupMaker(env, Sampler(), settings, worker="w", needs=needs)  # type: ignore[arg-type]
 
 
 def failure(env: object) -> BaseException:
@@ -109,6 +112,20 @@ def test_a_failure_is_placed_in_the_users_file(theirs, earned, kind, text, place
     assert place_of(error, env, "score") == place
     assert traceback_of(error).splitlines()[-1].endswith(text)
     assert traceback_of(ValueError("half a pair: \ud83d")).encode()
+
+
+def test_a_group_without_rewards_fails_unless_a_scorer_adds_them(theirs) -> None:
+    env = theirs.Theirs()
+    env.earned = lambda: Score(reward=None)
+    ticket, prompt = (
+        Ticket(env="theirs", number=0, group_id="theirs.0"),
+        Prompt(prompt_id="p", tokens=np.array([1], np.int32)),
+    )
+    with pytest.raises(GroupFailed) as caught:
+        asyncio.run(maker(env).make(ticket, prompt))
+    assert str(caught.value) == ("score() gave no reward, and no scorer adds one: give a number, or add a [score.NAME]")
+    group = asyncio.run(maker(env, needs=("reward",)).make(ticket, prompt))
+    assert (group.needs, [rollout.reward for rollout in group.rollouts]) == (("reward",), [None, None])
 
 
 @pytest.mark.parametrize("way", ["again", "in_a_circle"])

@@ -53,6 +53,7 @@ SETTINGS = [
     ("deterministic", FAILURE, [("", "deterministic = true"), ("eval.e", 'env = "vcopy"')]),
     ("agents", FAILURE, [("gateway", 'engines = ["http://h:8000"]'), ("trainer.lora", "rank = 8")]),
     ("agents", FAILURE, [("gateway", 'engines = ["http://h:8000"]'), ("trainer.lora", 'path = "sft"')]),
+    ("learning-rate", WARNING, [("-model.config", ""), ("model", 'path = "sft"')]),
     ("samples", WARNING, [("eval.e", 'env = "vcopy"\nsamples = 4')]),
     ("reference", FAILURE, [("trainer.loss", "kl_beta = 0.1")]),
     ("memory", FAILURE, [("server", 'maxmemory = "20kb"')]),
@@ -65,6 +66,7 @@ SETTINGS = [
 ]
 """(check, how bad, what is put into the good config)"""
 
+RATE = ("trainer.optimizer", "learning_rate = 1e-5")
 HOST = [
     ("run-name", [("", 'run = "-math"')]),
     ("home", [("", 'home = "own.py/home"')]),
@@ -81,16 +83,16 @@ HOST = [
     ("server-address", [("", 'redis_url = "redis://h:1"\nredis_password_file = "blank"')]),
     ("ports", [("weights", 'listen = "203.0.113.7:9465"')]),  # nobody's (RFC 5737)
     ("model", [("-model.config", "")]),
-    ("model", [("model", 'path = "nowhere"')]),
+    ("model", [("model", 'path = "nowhere"'), RATE]),
     ("model", [("model.config", "output_router_logits = true")]),
     ("model", [("model.config", 'model_type = ""')]),
     ("model", [("model.config", "model_type = 3")]),
     ("model", [("model.config", "hidden_size = -1")]),
     ("model", [("model.config", "num_attention_heads = 1.5")]),
     ("model", [("model.config", "intermediate_size = [64, 0]")]),
-    *(("model", [("-model.config", ""), ("model", f'path = "{name}"')]) for name in ("nowhere", "bare", "torn")),
-    ("model", [("-model.config", ""), ("model", 'path = "Qwen/Qwen3-0.6B"')]),
-    *(("model", [("-model.config", ""), ("model", f'path = "{name}"')]) for name in ("sft", "ia3")),
+    *(("model", [("-model.config", ""), ("model", f'path = "{name}"'), RATE]) for name in ("nowhere", "bare", "torn")),
+    ("model", [("-model.config", ""), ("model", 'path = "Qwen/Qwen3-0.6B"'), RATE]),
+    *(("model", [("-model.config", ""), ("model", f'path = "{name}"'), RATE]) for name in ("sft", "ia3")),
     ("adapter", [("trainer.lora", 'path = "nowhere"')]),
     ("adapter", [("trainer.lora", 'path = "ia3"')]),
     ("adapter", [("trainer.lora", 'path = "sft"\nrank = 8')]),
