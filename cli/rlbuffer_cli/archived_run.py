@@ -158,7 +158,7 @@ class ArchivedRun(ShownRun):
 def figures_of(archive: Archive) -> dict[str, Text]:
     """What an archive holds, in numbers by name."""
     steps, pending = archive.steps, sum(1 for _ in archive.pending())
-    rewards = [{"reward": step.reward, "rollouts": step.rollouts} for step in reversed(steps)]
+    rewards = [{"reward": step.reward} for step in reversed(steps)]
     return look.pairs(
         {
             "steps": f"{steps[0].step} to {steps[-1].step}" if steps else "none",

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from rlbuffer.client.lessons import last_steps, mean_reward
+from rlbuffer.client.lessons import last_steps
 from rlbuffer.records.waiting import Cause, Trouble, Wait
 from rlbuffer.state.evaluations import counts_of, mean_of
 from rlbuffer.state.heartbeats import GATEWAY
@@ -164,10 +164,9 @@ def figures(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
 
 
 def reward_fact(newest_first: Sequence[Mapping[str, Any]], *, is_brief: bool = False) -> Text | None:
-    """The mean reward of steps, and how it went; None where none is scored."""
-    reward = mean_reward(newest_first)
+    """The reward of the last step that is scored, and how it went until there; None where none is scored."""
     rewards = [step["reward"] for step in reversed(newest_first) if step["reward"] is not None]
-    return None if reward is None else Text.assemble((f"{reward:.3f}", "bold"), _trend(rewards, is_brief=is_brief))
+    return Text.assemble((f"{rewards[-1]:.3f}", "bold"), _trend(rewards, is_brief=is_brief)) if rewards else None
 
 
 def _trend(values: Sequence[float], *, is_brief: bool = False) -> Text:

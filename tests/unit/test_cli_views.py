@@ -14,11 +14,12 @@ from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.run_state import Amount, EnvState, RunState, ServerState
 from rlbuffer.state.step_record import StepRecord
+from rlbuffer.store.history import Committed
 from rlbuffer_cli import look
 from rlbuffer_cli.plots import Curve, small_charts
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, EnvRow, process_rows
 from rlbuffer_cli.table import Printed, of_tuples
-from rlbuffer_cli.view import rank_line, run_view, weights_line
+from rlbuffer_cli.view import figures, rank_line, run_view, weights_line
 
 
 def test_a_rank_that_takes_far_longer_is_called_slow() -> None:
@@ -139,6 +140,20 @@ def test_colours_come_on_a_terminal_and_go_with_no_color(monkeypatch: pytest.Mon
 def test_a_server_without_a_limit_is_said_to_have_none() -> None:
     state = RunState(run="r", at=0.0, server=ServerState(address="a", name="valkey", memory=2**20))
     assert any("maxmemory 0" in line for line in lines_of(run_view(state)))
+
+
+@pytest.mark.parametrize(("rewards", "shown"), [([0.5, None, 0.897], "0.897"), ([0.5, 0.25, None], "0.250")])
+def test_the_reward_of_the_head_is_that_of_the_last_step_which_is_scored(
+    rewards: list[float | None], shown: str
+) -> None:
+    steps = [
+        {"event": Committed.event, "step": n, "at": n, "tokens": 9, "rollouts": 8, "reward": r, "age": 0, "max_age": 0}
+        for n, r in enumerate(rewards, 1)
+    ]
+    server = ServerState(address="a")
+    state = RunState(run="r", at=9.0, server=server, step=3, history=tuple(reversed(steps)))
+    for is_brief in (False, True):
+        assert figures(state, is_brief=is_brief)["reward"].plain.split()[:2] == ["reward", shown]
 
 
 def test_the_way_of_a_version_is_one_line() -> None:
