@@ -9,22 +9,26 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
+
+from rlbuffer.state.text import did_you_mean, printable
 
 MOST_LEVELS = 128
 """Levels of a value of JSON."""
 _TOO_DEEP = f"it has more than {MOST_LEVELS} levels"
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """The escape of a surrogate."""
+MOST_SHOWN = 64
+"""Characters of a field's name that a refusal quotes."""
 Message = Mapping[str, Any]
 """``role`` and ``content``; of an assistant also ``tool_calls``, of a tool ``tool_call_id``."""
 
 
 class Refused(Exception):
-    """An agent's request is not answered. The message is one sentence, which quotes nothing that the agent wrote.
+    """A request is not answered. The message is one sentence, which quotes nothing that an agent wrote but a field.
 
     `status` is HTTP's, `code` what clients know a reason by, `retry_seconds` when the same request may pass (0: it will
     not).
@@ -143,6 +147,21 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise Refused(f"{name} must be an object", code="invalid_type")
     return value
+
+
+def fields_of(value: object, name: str, fields: Sequence[str]) -> Mapping[str, Any]:
+    """`value`, which is an object of the gateway's own: it has no other fields than these. Raises Refused.
+
+    Clients of OpenAI and Anthropic send more than is read here, so what they send is not held to this. Whoever writes a
+    harness mistypes a name, and would hear of it nowhere else.
+    """
+    found = mapping(value, name)
+    other = next((field for field in found if field not in fields), None)
+    if other is not None:
+        shown = printable(other[:MOST_SHOWN])
+        listing = f" Its fields are {', '.join(fields)}." if fields else " It has no fields."
+        raise Refused(f"{shown} is no field of {name}.{did_you_mean(shown, fields)}{listing}", code="unknown_parameter")
+    return found
 
 
 def listed(value: object, name: str) -> list[Any]:

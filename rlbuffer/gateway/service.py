@@ -52,7 +52,7 @@ from rlbuffer.gateway.experts import counts_of
 from rlbuffer.gateway.heartbeat import GatewayHeartbeat
 from rlbuffer.gateway.loading import Loader, loads_weights
 from rlbuffer.gateway.opening import Opening
-from rlbuffer.gateway.request import AgentRequest, Refused, loaded, mapping, required, text, whole_text
+from rlbuffer.gateway.request import AgentRequest, Refused, fields_of, loaded, mapping, required, text, whole_text
 from rlbuffer.gateway.rollouts import checked_about
 from rlbuffer.gateway.run_server import RETRY_SECONDS, ended_refusal, unknown_refusal
 from rlbuffer.gateway.sweeping import Sweeper
@@ -97,6 +97,11 @@ EPOCH = "1970-01-01T00:00:00Z"
 HOST = re.compile(r"[A-Za-z0-9._-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
 """The header of that name, from which an address can be made."""
 DIALECTS: Mapping[str, Dialect] = {"chat/completions": CHAT, "messages": MESSAGES, "responses": RESPONSES}
+ABOUT_FIELDS = ("prompt_id", "answer", "metadata")
+"""Of a request that begins a group: what is pushed with it."""
+OPENING_FIELDS = ("env", "size", "key", "wait", "tickets", *ABOUT_FIELDS)
+END_FIELDS = ("reward", "rewards", "failure")
+FAILURE_FIELDS = ("kind", "message")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = logging.getLogger(__name__)
 
@@ -283,7 +288,7 @@ class Gateway:
     # -- open rollouts -------------------------------------------------------------------------------------------------
     async def _begin(self, request: web.Request) -> web.Response:
         self._authorize(request)
-        body = await _body(request)
+        body = fields_of(await _body(request), "this request", OPENING_FIELDS)
         env, size, key = text(body.get("env"), "env"), body.get("size", 1), text(body.get("key"), "key")
         required(ENV_NAME.match(env), f"env must match {ENV_NAME.pattern[:-2]}")
         is_size = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= MOST_ROLLOUTS
@@ -292,7 +297,7 @@ class Gateway:
         wait = body.get("wait", 0)
         is_wait = isinstance(wait, int | float) and not isinstance(wait, bool) and 0 <= wait <= LONGEST_WAIT_SECONDS
         required(is_wait, f"wait must be seconds from 0 to {LONGEST_WAIT_SECONDS:g}")
-        about = {name: body[name] for name in ("prompt_id", "answer", "metadata") if body.get(name) is not None}
+        about = {name: body[name] for name in ABOUT_FIELDS if body.get(name) is not None}
         try:
             checked_about(f"{env}.0", env, about)
         except InvalidRollout as error:
@@ -345,6 +350,8 @@ class Gateway:
 
     async def _touch(self, request: web.Request) -> web.Response:
         capability = self._capability(request)
+        if request.body_exists:
+            fields_of(await _body(request), "this request", ())
 
         def work() -> OpenRollout:
             found = self._store.look_up(capability).rollout
@@ -520,9 +527,11 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
 
 def _end_of(body: Mapping[str, Any]) -> End:
     """The end that a body tells of. Raises Refused."""
+    fields_of(body, "this request", END_FIELDS)
     failure, rewards = body.get("failure"), mapping(body.get("rewards") or {}, "rewards")
     reward = body.get("reward")
     if isinstance(failure, Mapping):
+        fields_of(failure, "failure", FAILURE_FIELDS)
         failure = [failure.get("kind"), failure.get("message") or ""]
     elif isinstance(failure, str):
         failure = ["failed", failure]

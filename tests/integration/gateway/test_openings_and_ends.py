@@ -35,6 +35,33 @@ def test_an_end_may_be_repeated_and_another_one_is_refused(stage: Stage) -> None
     assert late.headers["x-should-retry"] == "false"
 
 
+@pytest.mark.parametrize(
+    ("url", "body", "told"),
+    [
+        ("begin", {"env": "sums", "sise": 9}, ["sise", "size", "env", "wait", "metadata"]),
+        ("end_url", {"reward": 1.0, "rewrads": {"a": 1}}, ["rewrads", "rewards", "failure"]),
+        ("end_url", {"failure": {"kind": "timeout", "mesage": "too slow"}}, ["mesage", "message", "kind"]),
+        ("touch_url", {"idle_seconds": 9}, ["idle_seconds"]),
+    ],
+)
+def test_a_field_that_the_gateway_does_not_know_is_refused_by_its_name(
+    stage: Stage, url: str, body: dict[str, Any], told: list[str]
+) -> None:
+    agent = stage.agent()
+    url = f"{stage.first.url}/v1/open_rollouts" if url == "begin" else agent.opened[url]
+    refused = httpx.post(url, json=body, timeout=60)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "unknown_parameter")
+    assert all(word in error["message"] for word in told)
+    assert agent.end(rewards={"a": 1.0}, reward=1.0).json()["is_first"]
+
+
+@pytest.mark.parametrize("body", [None, {}])
+def test_a_touch_has_no_fields_and_needs_no_body(stage: Stage, body: dict[str, Any] | None) -> None:
+    agent = stage.agent()
+    assert httpx.post(agent.opened["touch_url"], json=body, timeout=60).json()["state"] == "open"
+
+
 def test_a_group_is_pushed_once_all_its_rollouts_have_ended_with_what_was_said_of_it(stage: Stage) -> None:
     from gateway_stage import Agent
 
