@@ -515,7 +515,11 @@ _OF_SAMPLER = {
 def _problem(p: Problem) -> str:
     match p.kind:
         case Trouble.ENV_FAILS:
-            return f"{p.env} fails: {p.worker} has abandoned {_groups(p.count)}: {p.detail}."
+            return (
+                f"{p.env} fails: {p.worker} has abandoned {_groups(p.count)}: {p.detail}. Mend it, and start the "
+                "worker again. The run goes on without a prompt that fails time and again. The traceback: `rlbuffer "
+                "inspect processes`, enter on the worker."
+            )
         case Trouble.ENV_HANGS:
             return f"{p.env} may hang: {p.detail} at {p.worker}. worker.*.rollout_timeout_seconds ends it."
         case Trouble.OTHER_PROMPTS:

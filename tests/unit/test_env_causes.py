@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def worker(name: str = "w", **fields: Any) -> Process:
         ([worker(waiting=LOADS), worker("x", waiting=TICKET)], {}, Cause.LOADING, f"w: {LOADS}"),
         ([worker(problems=(STUCK,))], {}, Cause.TROUBLE, "The worker w of a says: no server can sample."),
         ([worker(problems=(FAILS,))], {}, Cause.GENERATING, ""),
-        ([worker(problems=(FAILS,), groups=0)], {}, Cause.TROUBLE, "a fails: w has abandoned 3 groups: KeyError 3."),
+        ([worker(problems=(FAILS,), groups=0)], {}, Cause.TROUBLE, str(replace(FAILS, env="a", worker="w"))),
     ],
 )
 def test_the_first_cause_that_is_true_is_said(

@@ -88,6 +88,15 @@ def test_the_problems_of_an_envs_workers_are_one_of_each_kind() -> None:
     assert (second.env, second.count) == ("b", 3)
 
 
+def test_of_an_env_that_fails_it_is_said_what_to_do_and_what_the_run_does_meanwhile() -> None:
+    (problem,) = worker_problems(processes("worker", {"w": beat(FAILS)}))
+    what, remedy = str(problem).split(": KeyError 3. ")
+    assert what == "a fails: w has abandoned 3 groups"
+    assert "start the worker again" in remedy
+    assert "The run goes on without a prompt that fails" in remedy
+    assert "`rlbuffer inspect processes`" in remedy
+
+
 def test_of_what_several_ranks_lack_the_source_of_most_is_named() -> None:
     lacks = {"0": (40, "40 of env a by worker evil"), "1": (1, "1 of env b by worker good")}
     ranks = {
