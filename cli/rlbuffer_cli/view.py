@@ -300,7 +300,8 @@ def _note(name: str, text: str) -> Text:
 
 def _waited(state: RunState, recent: Sequence[StepRecord]) -> str:
     """How long the trainer waited for data; while it waits, the share of the last steps is not what it does now."""
-    wait = waited_of(recent)
+    is_troubled = bool(state.problems) or (state.waiting is not None and not state.waiting.is_normal)
+    wait = waited_of(recent, is_troubled=is_troubled)
     waits = any(r.waiting is not None and r.waiting.kind is Wait.STEP for r in state.of_kind("rank") if r.is_fresh)
     if waits and state.step == state.trained_step:
         return f"waits for a step now; of the last steps it waited {percent(wait.share)} of the time for data"

@@ -24,8 +24,10 @@ class Waited(NamedTuple):
     """A person should know."""
 
 
-def waited(wait: Sequence[float], total: Sequence[float]) -> Waited:
+def waited(wait: Sequence[float], total: Sequence[float], *, is_troubled: bool = False) -> Waited:
     """Sums up the last steps, from the seconds waited for data and the seconds in all, one each per step.
+
+    `is_troubled`: somebody must cure something of the run. It may be what was waited for, so no worker is called slow.
 
     Example:
         >>> waited([0.5, 0.36], [1.0, 1.0]).text
@@ -34,15 +36,16 @@ def waited(wait: Sequence[float], total: Sequence[float]) -> Waited:
     share = sum(wait) / max(sum(total), 1e-9)
     of = f"the last {len(wait)} steps" if len(wait) != 1 else "the last step"
     is_long = share >= LONG_WAIT
-    side = ": workers are slower than the trainer" if is_long else ""
+    side = ": workers are slower than the trainer" if is_long and not is_troubled else ""
     if share < 0.05:
         side = ": the trainer is the slow side"
     return Waited(share=share, text=f"the trainer waited {percent(share)} of {of} for data{side}", is_long=is_long)
 
 
-def waited_of(records: Sequence[StepRecord]) -> Waited:
-    """The time that the trainer waited in these steps."""
-    return waited([r.seconds.get("wait", 0.0) for r in records], [r.seconds.get("total", 0.0) for r in records])
+def waited_of(records: Sequence[StepRecord], *, is_troubled: bool = False) -> Waited:
+    """The time that the trainer waited in these steps; `is_troubled`: as of :func:`waited`."""
+    wait, total = ([record.seconds.get(name, 0.0) for record in records] for name in ("wait", "total"))
+    return waited(wait, total, is_troubled=is_troubled)
 
 
 def masked_words(record: StepRecord) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from looks import lines_of
 
-from rlbuffer.records.waiting import Problem, Trouble, Wait, Waiting
+from rlbuffer.records.waiting import Cause, Problem, Trouble, Wait, Waiting
 from rlbuffer.state.heartbeats import Process
 from rlbuffer.state.run_state import Amount, EnvState, RunState, ServerState
 from rlbuffer.state.step_record import StepRecord
@@ -19,7 +19,7 @@ from rlbuffer_cli import look
 from rlbuffer_cli.plots import Curve, small_charts
 from rlbuffer_cli.run_tables import ENVS, PROBLEMS, EnvRow, process_rows
 from rlbuffer_cli.table import Printed, of_tuples
-from rlbuffer_cli.view import figures, rank_line, run_view, weights_line
+from rlbuffer_cli.view import figures, notes, rank_line, run_view, weights_line
 
 
 def test_a_rank_that_takes_far_longer_is_called_slow() -> None:
@@ -154,6 +154,24 @@ def test_the_reward_of_the_head_is_that_of_the_last_step_which_is_scored(
     state = RunState(run="r", at=9.0, server=server, step=3, history=tuple(reversed(steps)))
     for is_brief in (False, True):
         assert figures(state, is_brief=is_brief)["reward"].plain.split()[:2] == ["reward", shown]
+
+
+@pytest.mark.parametrize(
+    ("problems", "waiting", "is_slow"),
+    [
+        ((), None, True),
+        ((), Waiting(kind=Wait.ENV_SHORT, env="a", cause=Cause.GENERATING), True),
+        ((), Waiting(kind=Wait.ENV_SHORT, env="a", cause=Cause.TROUBLE), False),
+        ((Problem(kind=Trouble.ENV_FAILS, env="a", count=1),), None, False),
+    ],
+)
+def test_workers_are_called_slow_only_where_nothing_is_to_be_cured(
+    problems: tuple[Problem, ...], waiting: Waiting | None, is_slow: bool
+) -> None:
+    state = RunState(run="r", at=0.0, server=ServerState(address="a"), problems=problems, waiting=waiting)
+    (line,) = (note.plain for note in notes(state, [StepRecord(step=1, seconds={"wait": 2.0, "total": 2.0})]))
+    waited = "the trainer waited 100% of the last step for data"
+    assert line.endswith(f"{waited}: workers are slower than the trainer" if is_slow else waited)
 
 
 def test_the_way_of_a_version_is_one_line() -> None:
