@@ -180,7 +180,8 @@ def _trend(values: Sequence[float], *, is_brief: bool = False) -> Text:
 
 
 def states(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
-    """Where the run's rollouts are, by state: groups of those in the pool. `is_brief`: numbers alone."""
+    """Where the run's rollouts are, by state: groups of those in the pool, as long as a batcher says how many. What one
+    said last is soon not true any more: then rollouts are pending. `is_brief`: numbers alone."""
     total = state.total
     numbers = {"packed": total.packed.rollouts, "trained": total.trained.rollouts}
     numbers["dropped"] = sum(each.rollouts for each in total.dropped.values())
@@ -188,8 +189,10 @@ def states(state: RunState, *, is_brief: bool = False) -> dict[str, Text]:
         name: [getattr(env, f"groups_{name}") for env in state.envs if getattr(env, f"groups_{name}") is not None]
         for name in ("forming", "ready")
     }
-    counts = {name: sum(ages) for name, ages in groups.items() if ages}
+    is_said = state.leader is not None and state.leader.is_fresh
+    counts = {name: sum(ages) for name, ages in groups.items() if ages and is_said}
     shown = {name: f"{count:,}" if is_brief else plural(count, "group") for name, count in counts.items()}
+    shown = shown or {"pending": f"{total.pending.rollouts:,}"}
     shown |= {name: f"{number:,}" for name, number in numbers.items()}
     return {
         name: Text.assemble((look.state(name).plain, name), " ", (number, "bold")) for name, number in shown.items()
