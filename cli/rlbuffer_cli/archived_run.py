@@ -120,7 +120,8 @@ class ArchivedRun(ShownRun):
 
         def takes(drop: DroppedGroup) -> bool:
             """False where no payload need be read."""
-            values = {"env": drop.env, "reason": drop.reason, "step": drop.record.get("step")}
+            step = drop.record.get("step")  # anybody may have written the record
+            values = {"env": drop.env, "reason": drop.reason, "step": step if isinstance(step, int) else None}
             return all(chosen.allows(name, value) for name, value in values.items())
 
         if chosen.allows("state", State.DROPPED):

@@ -29,6 +29,8 @@ from rlbuffer_cli.table import Column, Target, View, figure
 from rlbuffer_cli.text import WIDE, signs, utc
 from rlbuffer_cli.view import agents
 
+MOST_TOKENS = 2**32 - 1
+"""A row of numbers holds no more; who ends rollouts may write any."""
 MOST_BYTES = 64 << 20
 """Calls of a group that are read; of rollouts beyond it only the numbers are shown."""
 
@@ -200,7 +202,7 @@ def _info(opened: OpenRollout, version: int) -> RolloutInfo:
         rollout_id=opened.name,
         length=0,
         prompt_tokens=0,
-        loss_tokens=opened.tokens,
+        loss_tokens=min(opened.tokens, MOST_TOKENS),
         reward=end.reward,
         rewards=end.rewards,
         min_version=oldest,

@@ -279,7 +279,9 @@ def _is_begun_by(c: Context) -> bool:
     if name not in runs or (name == c.settings.run and c.loaded.place("run") not in TYPED):
         return True
     try:
-        return dict(Viewer(c.server, name, patience_seconds=0).meta().config) == c.settings.batcher.as_dict()
+        began, here = Viewer(c.server, name, patience_seconds=0).meta().config, c.settings.batcher.as_dict()
+        # A run that another version began lacks settings, or has some that are gone.
+        return all(began[key] == here[key] for key in began.keys() & here.keys())
     except RlbufferError:
         return True  # another check says what is wrong with it
 

@@ -231,6 +231,8 @@ def _term(word: str, table: FilteredTable | None) -> Term:
     if field not in FIELDS:
         fields = FIELDS if table is None else table.fields
         nearest, names = did_you_mean(field, fields), ", ".join(fields)
+        if not nearest and table is not None and table.has_words:  # a name may have a colon
+            return Term(field="text", op="==", values=(re.compile(re.escape(word)),))
         raise FilterError(f"{field!r} is not a field to filter by.{nearest} Fields: {names}.")
     if table is not None and field not in table.fields and not (table.has_words and field == "text"):
         others = [*table.fields, *(["a part of the name"] if table.has_words else [])]

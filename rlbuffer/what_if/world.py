@@ -31,7 +31,7 @@ ASK_SECONDS = 0.06
 """Mean time from one ask for a ticket to the next."""
 LEAST_PATIENCE = 3600.0
 """Seconds. A run that gets no further for so long, or `PATIENCE` times a step and the longest task, makes no step."""
-PATIENCE = 100
+PATIENCE, LEAST_GROUPS = 100, 10_000
 """Nor does one that gets no further for so many steps' worth of groups: where tasks are short an hour has more of them
 than anybody waits for."""
 TOLD_GROUPS = 50
@@ -103,7 +103,7 @@ class World:
         told = (0, 0)
         while self._trained < self._steps:
             tries = len(self._infos) - self._groups_then
-            most = PATIENCE * self._step_groups
+            most = max(LEAST_GROUPS, PATIENCE * self._step_groups)
             if not self._events or self._now - self._moved > self._patience or tries > most:
                 raise ConfigError(self._never())
             self._now, _, what, args = heapq.heappop(self._events)

@@ -13,7 +13,13 @@ from rlbuffer_cli.drift import DRIFT, DriftRow
 from rlbuffer_cli.run_tables import PROCESSES, ProcessRow
 from rlbuffer_cli.tables import VIEWS
 
-PROCESSES_SEEN = [("gateway", "gateway-1", ""), ("worker", "w-0", "math"), ("worker", "w-1", "math"), ("rank", "0", "")]
+PROCESSES_SEEN = [
+    ("gateway", "gateway-1", ""),
+    ("worker", "w-0", "math"),
+    ("worker", "w-1", "math"),
+    ("rank", "0", ""),
+    ("engine", "vllm:8000", ""),
+]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +52,7 @@ def test_a_word_is_a_part_of_the_name_where_things_have_names() -> None:
         ("env:math worker:w-1", ["w-1"]),
         ("env:math 1", ["w-1"]),
         ("env:ma", []),
+        ("vllm:80", ["vllm:8000"]),
     ):
         assert [row.process.name for row in filter(PROCESSES.takes(where), rows)] == names, where
 
