@@ -56,6 +56,7 @@ def test_a_step_that_is_made_is_a_step_further_however_many_groups_the_next_one_
 
 def test_a_run_that_makes_no_step_ends_after_so_many_steps_worth_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "PATIENCE", 5)
+    monkeypatch.setattr(world, "LEAST_GROUPS", 0)
     run, told = made(min_group_size=2), list[tuple[int, int]]()
     with pytest.raises(ConfigError, match=r"step 1 is never made.* small"):
         run.run(lambda steps, groups: told.append((steps, groups)))
