@@ -76,11 +76,12 @@ def publish_model(
     """
     is_with_others = dist.is_initialized() and (reader_place is None or is_sharded(model))
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_with_others else reader_place or (0, 1)
-    if reader_place is None and rank == 0:
-        raise RlbufferError("policy.publish: this rank has no reader: call buffer.reader(rank, world_size) before")
+    ranks = Ranks(rank, world_size, next(model.parameters()).device)
+    has_reader = reader_place is not None or rank > 0
+    if not (ranks.first(int(has_reader)) if is_sharded(model) else has_reader):  # those that would gather hear it, too
+        raise RlbufferError("policy.publish: rank 0 has no reader: call buffer.reader(rank, world_size) before")
     if tokenizer is not None and not tokenizer.expanduser().is_dir():
         raise WeightsError(f"tokenizer = {str(tokenizer)!r} is no directory: tokenizer.save_pretrained(DIR) makes one")
-    ranks = Ranks(rank, world_size, next(model.parameters()).device)
     if not is_due(policy, version, ranks=ranks, is_sharded=is_sharded(model)):
         return False
     state = model_state(model)

@@ -92,15 +92,23 @@ def test_sharded_ranks_train_an_adapter_as_whole_ones_do(parent: Parent, tmp_pat
     assert bases[0] == bases[1]
 
 
+def publishing(parent: Parent, folder: Path, way: str) -> list[Any]:
+    """The ranks of :mod:`stream_ranks`."""
+    return [
+        parent.start(
+            [stream_ranks.__file__, str(rank), str(folder), way], environment=parent.environment, folder=folder
+        )
+        for rank in range(stream_ranks.WORLD_SIZE)
+    ]
+
+
+def test_every_rank_hears_that_rank_0_has_no_reader(parent: Parent, tmp_path: Path) -> None:
+    finish(publishing(parent, tmp_path, "forgotten"))
+
+
 @pytest.mark.parametrize("way", ["shared", "sharded"])
 def test_behind_a_stream_every_rank_publishes_and_rank_0_writes(parent: Parent, tmp_path: Path, way: str) -> None:
-    command = [stream_ranks.__file__]
-    finish(
-        [
-            parent.start([*command, str(rank), str(tmp_path), way], environment=parent.environment, folder=tmp_path)
-            for rank in range(stream_ranks.WORLD_SIZE)
-        ]
-    )
+    finish(publishing(parent, tmp_path, way))
     whole = torch.load(tmp_path / "whole")
     state = load_file(Path((tmp_path / "published").read_text()) / "model.safetensors")
     assert state.keys() | {"lm_head.weight"} == whole.keys()  # tied to the embedding
