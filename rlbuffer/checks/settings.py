@@ -136,7 +136,7 @@ def agents(c: Context) -> Iterator[Finding]:
         yield failure(text, "trainer.lora.path" if lora.path else "trainer.lora.rank", "gateway.engines", fix=fix)
 
 
-@check("trainer.optimizer.learning_rate model.path trainer.lora.rank trainer.lora.path")
+@check("trainer.optimizer.learning_rate model.path trainer.lora.rank trainer.lora.path", parts=["train"])
 def learning_rate(c: Context) -> Iterator[Finding]:
     """A model that was trained before is trained at a rate that somebody chose: the default is a fresh model's."""
     trainer, setting = c.settings.trainer, "trainer.optimizer.learning_rate"

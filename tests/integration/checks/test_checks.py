@@ -53,7 +53,6 @@ SETTINGS = [
     ("deterministic", FAILURE, [("", "deterministic = true"), ("eval.e", 'env = "vcopy"')]),
     ("agents", FAILURE, [("gateway", 'engines = ["http://h:8000"]'), ("trainer.lora", "rank = 8")]),
     ("agents", FAILURE, [("gateway", 'engines = ["http://h:8000"]'), ("trainer.lora", 'path = "sft"')]),
-    ("learning-rate", WARNING, [("-model.config", ""), ("model", 'path = "sft"')]),
     ("samples", WARNING, [("eval.e", 'env = "vcopy"\nsamples = 4')]),
     ("reference", FAILURE, [("trainer.loss", "kl_beta = 0.1")]),
     ("memory", FAILURE, [("server", 'maxmemory = "20kb"')]),
@@ -113,6 +112,7 @@ ELSEWHERE = {
     ),  # below, test_placement, test_odd_hosts, test_imports
     *("server", "failover", "server-memory", "persistence", "clock", "run"),  # test_doctor, test_sentinels
     "learning",  # test_what_teaches
+    "learning-rate",  # below
     "server-settings",  # test_doctor
 }
 
@@ -152,6 +152,13 @@ def test_settings_that_do_not_go_together(check: str, level: Level, changes: lis
 @pytest.mark.parametrize(("check", "changes"), HOST, ids=lambda value: str(value)[:60])
 def test_what_this_host_does_not_have(check: str, changes: list[tuple[str, str]]) -> None:
     assert troubles(changes, EVERYTHING) == {(check, FAILURE)}
+
+
+def test_a_pretrained_model_without_a_learning_rate() -> None:
+    changes = [("-model.config", ""), ("model", 'path = "sft"')]
+    assert ("learning-rate", WARNING) in troubles(changes, EVERYTHING)
+    assert troubles(changes, ["serve", "worker"]) == set()
+    assert troubles([*changes, RATE], EVERYTHING) == {("model", FAILURE)}
 
 
 def test_a_server_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
