@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rlbuffer.errors import NotFound, RlbufferError, clause
+from rlbuffer.errors import ArchiveError, NotFound, RlbufferError, clause
 from rlbuffer.state.text import did_you_mean
 from rlbuffer_cli import options
 from rlbuffer_cli.options import say
@@ -134,8 +134,17 @@ def _opened(given: options.RunFlags, archive: str | None) -> Iterator[ShownRun]:
         with open_run(given) as buffer:
             yield WholeRun(buffer)
         return
-    left = ArchivedRun(ArchiveFolder(Path(archive)))
     loaded = given.load()
+    try:
+        left = ArchivedRun(ArchiveFolder(Path(archive)))
+    except ArchiveError as wrong:  # its first file is not written yet, or one is torn
+        try:
+            buffer = open_existing(loaded)
+        except RlbufferError:
+            raise wrong from None
+        with buffer:
+            yield WholeRun(buffer, archive)
+        return
     if loaded.place("run") in TYPED and loaded.settings.run != left.name:
         raise click.UsageError(f'--archive {archive} is of run "{left.name}", not of "{loaded.settings.run}"')
     try:

@@ -59,6 +59,28 @@ def test_a_step_behind_the_trainers_last_record_is_packed(folder: Path, typed: C
         assert (code, ids(out, name)) == (0, found), (words, err)
 
 
+@pytest.mark.parametrize("archive", ["empty", "torn"])
+def test_of_a_run_at_work_the_server_tells_what_an_archive_cannot(
+    folder: Path, tmp_path: Path, typed: Call, archive: str
+) -> None:
+    """A batcher's first file is not written yet, or one of them is torn."""
+    if archive == "torn":
+        steps = next(folder.glob("steps-*"))
+        steps.write_bytes(steps.read_bytes()[:100])
+    else:
+        folder = tmp_path / "none"
+        folder.mkdir()
+    run = Run(f"memory://{uuid.uuid4().hex}", tmp_path, "math")
+    run.push("b.0")
+    at = ("--archive", str(folder), "--redis", run.url)
+    for words, shown in ((("--json",), "b.0"), (("b.0",), "group b.0"), (("processes", "--json"), "")):
+        code, out, errors = typed("inspect", *words, *at)
+        assert (code, shown in out) == (0, True), (words, out, errors)
+    code, _, errors = typed("inspect", "steps", *at)
+    assert (code, str(folder) in errors) == (1, True), errors
+    run.close()
+
+
 def test_groups_of_a_file_that_is_gone_are_left_out_and_the_others_are_there(folder: Path, typed: Call) -> None:
     (gone,) = folder.glob("rollouts-*-00000003-*")
     gone.unlink()
