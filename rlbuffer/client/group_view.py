@@ -14,6 +14,7 @@ what was dropped: its record in the history has what :class:`~rlbuffer.store.his
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -210,7 +211,7 @@ def dropped_view(
         state=State.DROPPED,
         version=committed if has_version else None,
         until=float(record["at"]) if "at" in record else None,
-        reason=str(record["reason"]),
+        reason=str(record.get("reason") or ""),
         step=step if isinstance(step := record.get("step"), int) else None,
         detail=str(record.get("detail", "")),
     )
@@ -231,18 +232,31 @@ def with_rollouts(view: GroupView, rollouts: Sequence[RolloutInfo]) -> GroupView
 
 def numbers_of_record(record: Mapping[str, Any]) -> GroupNumbers:
     """Anybody may have written it: a field of another type counts as one that is not there."""
-    reward, pushed_ms, oldest = record.get("reward"), record.get("pushed_ms"), int(record.get("min_version", 0))
+    pushed_ms, oldest = record.get("pushed_ms"), _whole(record.get("min_version"))
     return GroupNumbers(
-        group_id=str(record["group_id"]),
-        env=str(record["env"]),
-        rollouts=int(record["rollouts"]),
-        tokens=int(record["tokens"]),
+        group_id=str(record.get("group_id") or ""),
+        env=str(record.get("env") or ""),
+        rollouts=_whole(record.get("rollouts")),
+        tokens=_whole(record.get("tokens")),
         min_version=oldest,
         max_version=oldest,
         prompt_id=str(record.get("prompt_id") or ""),
-        planned_size=int(record.get("planned_size") or 0),
-        reward=None if reward in (None, "") else float(str(reward)),
+        planned_size=_whole(record.get("planned_size")),
+        reward=_finite(record.get("reward")),
         created=pushed_ms / 1000 if isinstance(pushed_ms, int) else None,
         worker=str(record.get("worker") or ""),
         adapter=str(record.get("adapter") or ""),
     )
+
+
+def _finite(value: Any) -> float | None:
+    """A number, which Lua writes as text."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _whole(value: Any) -> int:
+    return int(_finite(value) or 0)

@@ -15,6 +15,8 @@ from rlbuffer.store.records import PartRollout, PoolEntry
 from rlbuffer.testing import make_group
 from rlbuffer.wire.encoding import encode_push
 
+RECORD = {"group_id": "g", "env": "math", "reason": "stale", "rollouts": 3, "tokens": 29, "min_version": 4}
+"""Of a drop."""
 MADE = make_group(env="math", rewards=[0.0, 1.0, 0.5], lengths=[8, 12, 9], group_id="g", version=4)
 
 
@@ -131,9 +133,16 @@ def test_of_a_push_that_cannot_be_read_only_the_ledgers_counts_are_known() -> No
 
 
 def test_what_is_kept_of_a_dropped_group_tells_more_than_its_record() -> None:
-    record = {"group_id": "g", "env": "math", "reason": "stale", "rollouts": 3, "tokens": 29, "min_version": 4}
-    alone = dropped_view(record)
+    alone = dropped_view(RECORD)
     assert (alone.rollouts, alone.tokens, alone.reward, alone.rewards) == (3, 29, None, ())
     some = replace(MADE, rollouts=MADE.rollouts[:2])
-    kept = dropped_view(record, rollouts=encode_push(some).info.rollouts)
+    kept = dropped_view(RECORD, rollouts=encode_push(some).info.rollouts)
     assert (kept.rollouts, kept.tokens, kept.reward, kept.rewards) == (3, 29, 0.5, (0.0, 1.0))
+
+
+@pytest.mark.parametrize("value", ["q", None, -1.5, float("nan"), 2**64 - 1, b"\xff", [1], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("field", [*RECORD, "reward", "pushed_ms", "planned_size", "worker", "adapter", "step"])
+def test_a_field_of_a_drops_record_that_is_something_else_ends_nothing(field: str, value: object) -> None:
+    view = dropped_view(RECORD | {field: value})
+    others = {name: getattr(view, name) for name in RECORD if name != field}
+    assert others == {name: RECORD[name] for name in others}
