@@ -131,7 +131,7 @@ def unwrapped(model: object) -> PreTrainedModel:
     if isinstance(inside, PreTrainedModel) and not getattr(inside, "_hf_peft_config_loaded", False):
         return inside
     raise WeightsError(
-        f"a {type(inside).__name__} cannot be published as it is: publish() takes a Hugging Face model without a PEFT "
-        "adapter, as it is or wrapped by DDP, FSDP2 or torch.compile. Write another one's folder yourself, and "
-        "announce() it"
+        f"policy.publish: a model of type {type(inside).__name__} cannot be published as it is: publish() takes a "
+        "Hugging Face model without a PEFT adapter, as it is or wrapped by DDP, FSDP2 or torch.compile. Write another "
+        "one's folder yourself, and announce() it"
     )

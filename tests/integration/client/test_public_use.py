@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_families import LLAMA, made
 
 import rlbuffer
 from rlbuffer.daemon import Daemon
@@ -265,7 +266,7 @@ def test_an_argument_of_a_reader_that_cannot_be_meant_is_refused(url: str, argum
         with pytest.raises(ValueError, match=f"^reader: {next(iter(arguments))}: "):
             buffer.reader(**arguments)
         with pytest.raises(rlbuffer.RlbufferError, match="no reader"):
-            buffer.policy.publish(object(), 0)
+            buffer.policy.publish(made(LLAMA), 0)
 
 
 def test_a_reader_takes_numbers_of_numpy_and_waits_without_end_where_told(url: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_families import LLAMA, made
 
 import rlbuffer
 from rlbuffer import Failure, Group, PolicyVersion, RlbufferError, Rollout, Ticket, TokenSequence, Turn, VersionSpan
@@ -107,7 +108,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "publish: version": (lambda c: c.publish(SimpleNamespace(), "one"), "one"),
     "publish: folder": (lambda c: c.publish(SimpleNamespace(), 1, 3), "3"),
     "publish: keep": (lambda c: c.publish(SimpleNamespace(), 1, keep=-1), "-1"),
-    "publish: no reader": (lambda c: rlbuffer.connect("memory://").policy.publish(None, 1), "buffer.reader("),
+    "publish: no reader": (lambda c: rlbuffer.connect("memory://").policy.publish(made(LLAMA), 1), "buffer.reader("),
     # -- Writer
     "take: env": (lambda c: c.writer.take(None), "None"),
     "take: env of blanks": (lambda c: c.writer.take("a b"), "a b"),
