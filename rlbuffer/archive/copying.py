@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -156,15 +155,13 @@ def _pending(entry: PoolEntry, info: GroupInfo) -> list[Source]:
 
 
 def _of_drops(store: Viewer, drops: Mapping[str, Sequence[_Drop]]) -> Iterator[list[Source]]:
-    """The rollouts of dropped groups that are still there, a push at a time, those of one drop together; those that a
-    step trains are its own.
+    """The rollouts of dropped groups that are still there, a push at a time, those of one drop together.
 
     `drops`: group id -> its drops, of which each may be of a part.
     """
     keys = store.dropped_payloads(list(drops)) if drops else {}
-    used = _consumed(store, keys)
     for group_id, payload_keys in keys.items():
-        places = {key: _place_of(key, drops[group_id]) for key in payload_keys if key not in used}
+        places = {key: _place_of(key, drops[group_id]) for key in payload_keys}
         for place, (drop, record) in enumerate(drops[group_id]):
             for key in (key for key, number in places.items() if number == place):
                 yield _of_push(drop, record, key, store.read_push_payload(key))
@@ -181,18 +178,6 @@ def _place_of(payload_key: str, drops: Sequence[_Drop]) -> int | None:
         if not pushes:
             place = number
     return place
-
-
-def _consumed(store: Viewer, groups: Mapping[str, Any]) -> set[str]:
-    """Payload keys that live steps name, of steps in which one of these groups is."""
-    used: set[str] = set()
-    problems: list[Any] = []
-    for header in store.headers(problems=problems) if groups else ():
-        if not groups.keys().isdisjoint(header.group_ids):
-            with suppress(PayloadError):
-                stored = store.read_step_bytes(header.step)
-                used |= {ref.payload_key for part in (stored.decoded if stored else ()) for ref in part.rollouts}
-    return used
 
 
 def _pushes(record: Mapping[str, Any]) -> Mapping[str, Any]:

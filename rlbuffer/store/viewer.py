@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
@@ -467,7 +467,7 @@ class Viewer(Session):
         return found
 
     def dropped_payloads(self, group_ids: Sequence[str]) -> dict[str, list[str]]:
-        """Group id -> payload keys of its pushes that left the pool and were not swept yet."""
+        """Group id -> payload keys of its pushes that left the pool, are in no live step, and were not swept yet."""
         groups = frozenset(group_ids)
         found: dict[str, float] = {}
         prefix = self.keys.payload_prefix
@@ -483,9 +483,23 @@ class Viewer(Session):
         if groups:
             self.look(scan)
         keys: dict[str, list[str]] = {}
-        for key in sorted(found, key=lambda key: (found[key], key)):
+        dropped = found.keys() - self._in_steps(groups) if found else ()
+        for key in sorted(dropped, key=lambda key: (found[key], key)):
             keys.setdefault(key.removeprefix(prefix).rpartition(":")[0], []).append(key)
         return keys
+
+    def _in_steps(self, groups: Set[str]) -> set[str]:
+        """Payload keys of the pushes that live steps in which one of these groups is train or leave out, as far as they
+        can be read."""
+        held: set[str] = set()
+        problems: list[RlbufferError] = []
+        for header in self.headers(problems=problems):
+            if not groups.isdisjoint(header.group_ids):
+                held |= {self.keys.payload_prefix + name for name in header.left_out}
+                with suppress(PayloadError):
+                    stored = self.read_step_bytes(header.step)
+                    held |= {ref.payload_key for part in (stored.decoded if stored else ()) for ref in part.rollouts}
+        return held
 
     def read_push_payload(self, payload_key: str) -> Mapping[str, bytes]:
         """Every field of a push's payload: rollout i is ``str(i)``, answer and metadata ``group``. Empty when gone."""

@@ -82,6 +82,8 @@ def test_a_rollout_that_came_again_is_seen_once(buffer: rlbuffer.Buffer) -> None
     members = [(member.rollout_id, member.left_out) for member in detail.members]
     assert sorted(members) == [(f"a.0/{i}", "failed" if i in FAILED else "") for i in range(8)]
     assert buffer.ledger().total().dropped.keys() == {"failed", "duplicate"}
+    exported = [rollout.rollout_id for push in export_groups(buffer, "", []) for rollout in push.rollouts]
+    assert sorted(exported) == sorted(rollout.rollout_id for push in (first, again) for rollout in push.rollouts)
 
 
 def test_a_part_of_which_all_failed_is_seen_with_its_group(buffer: rlbuffer.Buffer) -> None:
