@@ -77,12 +77,30 @@ RENAMED = {
 """Last part of a setting's old name -> of its name now: a file of an older checkout is told what to write."""
 
 
+def parted(name: str) -> str:
+    """The setting that `name` is where an underscore may stand for a dot; "" for none.
+
+    Example:
+        >>> parted("batcher_max_age"), parted("worker_math_group_size")
+        ('batcher.max_age', 'worker.math.group_size')
+    """
+    # The longest first: a name that the user chose may have underscores.
+    for setting in sorted(known_settings(), key=len, reverse=True):
+        parts = ("([^.]+)" if part == "NAME" else re.escape(part) for part in setting.split("."))
+        if found := re.fullmatch("[._]".join(parts), name):
+            chosen = iter(found.groups())
+            return ".".join(next(chosen) if part == "NAME" else part for part in setting.split("."))
+    return ""
+
+
 def meant_by(name: str) -> str:
     """The sentence that follows a name that is no setting: why there is none, or which one may have been meant."""
     table, _, word = name.rpartition(".")
     renamed = f"{table}.{RENAMED[word]}" if word in RENAMED else ""
     if renamed and pattern_of(renamed):
         return f" It is called {renamed} now."
+    if setting := parted(name):
+        return f" Did you mean {setting}?"
     # The same word elsewhere, else the nearest beside it, else the nearest anywhere.
     pattern = pattern_of(table) if table else ""
     names = [*known_settings(), *(t.name.removesuffix(".NAME") for t in tables() if t.name)]

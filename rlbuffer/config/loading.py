@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rlbuffer.config.explain import free_table_of, meant_by
+from rlbuffer.config.explain import free_table_of, meant_by, parted
 from rlbuffer.config.refusal import refusal, told
 from rlbuffer.config.settings import RunSettings, WorkerSettings
 from rlbuffer.errors import ConfigError
@@ -125,7 +125,7 @@ def sound(given: Given) -> tuple[RunSettings, dict[str, str]]:
         try:
             return RunSettings.model_validate(data), wrong
         except ValidationError as error:
-            complaints = told(error, located=lambda name: located(given.sources, name), meant=meant_by)
+            complaints = told(error, located=lambda name: located(given.sources, name), meant=_meant_in(given.sources))
         before = [*wrong.values()]
         for text, path in complaints.items():
             if not concerns(".".join(path), before):
@@ -158,7 +158,19 @@ def validated(data: Mapping[str, Any], sources: Mapping[str, str] = MappingProxy
     try:
         return RunSettings.model_validate(data)
     except ValidationError as error:
-        raise refusal(error, located=lambda name: located(sources, name), meant=meant_by) from None
+        raise refusal(error, located=lambda name: located(sources, name), meant=_meant_in(sources)) from None
+
+
+def _meant_in(sources: Mapping[str, str]) -> Callable[[str], str]:
+    """:func:`meant_by`, and of a variable in which one underscore stands for a dot the variable that is right."""
+
+    def meant(name: str) -> str:
+        if sources.get(name, "").startswith(PREFIX) and (setting := parted(name)):
+            right = PREFIX + setting.replace(".", "__").upper()
+            return f" Did you mean {right}? Two underscores stand for the dot of {setting}."
+        return meant_by(name)
+
+    return meant
 
 
 def read(

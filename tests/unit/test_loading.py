@@ -128,6 +128,8 @@ def test_the_file_is_the_flag_then_the_variable_then_the_current_directory(file:
         ("group_size", "grup_size", 13, "worker.gsm8k.grup_size", "worker.gsm8k.group_size"),
         ("[trainer.publish]", "[traner]", 9, "traner", "trainer"),
         ("[trainer.publish]\nevery = 2", "[trainer]\nmax_age = 2", 9, "trainer.max_age", "batcher.max_age"),
+        ("group_size", "my_group_size", 13, "worker.gsm8k.my_group_size", "worker.gsm8k.group_size"),
+        ("run =", "batcher_lookahead = 2\nrun =", 1, "batcher_lookahead", "batcher.lookahead"),
         ("[batcher]", "batcher = 3\n[model.config]", 3, "batcher", ""),
         ("max_age = 2", "max_age =", 5, "", ""),
     ],

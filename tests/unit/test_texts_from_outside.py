@@ -138,6 +138,21 @@ def test_other_variables_that_are_no_settings_are_refused(variable: str, text: s
         load(environ={variable: text})
 
 
+@pytest.mark.parametrize(
+    ("written", "right", "setting"),
+    [
+        ("RLBUFFER_BATCHER_MAX_AGE", "RLBUFFER_BATCHER__MAX_AGE", "batcher.max_age"),
+        ("RLBUFFER_TRAINER_LOSS_NAME", "RLBUFFER_TRAINER__LOSS__NAME", "trainer.loss.name"),
+        ("RLBUFFER_TRAINER__LOSS_NAME", "RLBUFFER_TRAINER__LOSS__NAME", "trainer.loss.name"),
+        ("RLBUFFER_WORKER_MY_ENV_GROUP_SIZE", "RLBUFFER_WORKER__MY_ENV__GROUP_SIZE", "worker.my_env.group_size"),
+    ],
+)
+def test_one_underscore_for_a_dot_is_told_the_variable_that_is_right(written: str, right: str, setting: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(environ={written: "2"})
+    assert f"Did you mean {right}? Two underscores stand for the dot of {setting}." in str(refused.value)
+
+
 def test_a_setting_whose_name_ends_as_a_link_stays_one() -> None:
     given = {"RLBUFFER_WORKER__A__ENV": "repeat", "RLBUFFER_WORKER__A__ENV_OPTIONS__MY_PORT": "tcp://10.0.0.1:1"}
     assert load(environ=given).settings.worker["a"].env_options == {"my_port": "tcp://10.0.0.1:1"}
