@@ -124,6 +124,7 @@ class Batcher:
         uses: int = 0,
         pushed: float | None = None,
         replaces: str = "",
+        came: float | None = None,
     ) -> PooledGroup | None:
         """Takes in one push: a group or a part of one. An entry that is known already is ignored.
 
@@ -137,6 +138,7 @@ class Batcher:
             uses: steps that trained the group before; then it must be whole in this one push (else see `restore`).
             pushed: when it was pushed, on the same clock, if that was before `now`; `max_age_seconds` counts from here.
             replaces: the entry whose place it took, with what that one needed; it is not in the store any more.
+            came: when this push came, on the same clock, if its rollouts came before it: a scorer's.
 
         Raises:
             RlbufferError: the group was used as often as `max_uses` allows, so it cannot be pending.
@@ -144,7 +146,7 @@ class Batcher:
         if uses:
             self.restore([(entry_id, info)], uses=uses, now=now, pushed=pushed)
             return None
-        group = self._pool.add(info, entry_id, now, pushed, replaces)
+        group = self._pool.add(info, entry_id, now, pushed, replaces, came)
         self._awaited.discard(info.env)
         if not replaces:
             self._patience.heard(info.env, self._pool.now)

@@ -2,7 +2,7 @@
 
 ::
 
-    add, restore --> forming --(all came and nothing lacks; advance: its time is up)--> ready --consume--> used, or gone
+    add, restore --> forming --(all came and nothing lacks; its time is up)--> ready --consume--> used, or gone
                         |                                                                 |                 |
                         +--advance, sweep_future, sweep_stale, rank, close, remove, drop--+-----------------+
                                                     |
@@ -195,14 +195,26 @@ class Pool:
 
     # -- arriving -----------------------------------------------------------------------------------------------------
     def add(
-        self, info: GroupInfo, entry_id: str, now: float, pushed: float | None = None, replaces: str = ""
+        self,
+        info: GroupInfo,
+        entry_id: str,
+        now: float,
+        pushed: float | None = None,
+        replaces: str = "",
+        came: float | None = None,
     ) -> PooledGroup | None:
         """Merges one push into its group; an entry that is already here is ignored. `replaces` is gone then. -> the
-        group, where this push is all of it, and nothing more is to come."""
+        group, where this push is all of it, and nothing more is to come.
+
+        A group whose time was up when the push came is closed before: whether the push joins does not depend on when
+        somebody looked.
+        """
         if entry_id in self._entries:
             return None
         self.now = max(self.now, now)
         group = self._groups.get(info.group_id)
+        if group is not None and not group.is_ready and self._is_over(group, now if came is None else came):
+            self._close(group)
         if replaces in self._entries and self._exchange(info, entry_id, replaces):
             return _alone(group, entry_id)
         self._entries[entry_id] = info.group_id
@@ -211,7 +223,7 @@ class Pool:
             return None
         group = self._groups.get(info.group_id)
         if group is None:
-            group = self._begin(info, pushed)
+            group = self._begin(info, now, pushed)
         elif not group.is_ready:
             self._groups_of(group.env).remove(group)
         why = group.take(entry_id, info, self.config.row_tokens)
@@ -230,7 +242,7 @@ class Pool:
         first = parts[0][1]
         if first.group_id in self._groups:
             return
-        group = self._begin(first, pushed, uses)
+        group = self._begin(first, now, pushed, uses)
         for entry_id, info in parts:
             self._entries[entry_id] = group.group_id
             why = group.take(entry_id, info, self.config.row_tokens)
@@ -242,9 +254,9 @@ class Pool:
         if not group.rollouts:
             self.drop(group, Reason.OVERSIZED, "no rollout of it fits a row any more")
 
-    def _begin(self, info: GroupInfo, pushed: float | None, uses: int = 0) -> PooledGroup:
+    def _begin(self, info: GroupInfo, since: float, pushed: float | None, uses: int = 0) -> PooledGroup:
         """A new group, not placed yet."""
-        group = self._groups[info.group_id] = PooledGroup(info, self.now, pushed, uses)
+        group = self._groups[info.group_id] = PooledGroup(info, since, pushed, uses)
         env = self._groups_of(group.env)
         env.lane(group.adapter)  # it is sampled there, whatever becomes of the group
         if env.settings.max_age_seconds is not None:
@@ -347,14 +359,9 @@ class Pool:
                 if not group.needs:
                     env.remove(group)
                     self._put_back(group, ", and its env is done")
-        timeout = self.config.group_timeout_seconds
         for env in self.envs.values():
-            while env.forming:
-                group = next(iter(env.forming.values()))
-                if group.since + timeout > self.now:
-                    break
-                env.remove(group)
-                self._put_back(group, f" after {timeout:g} s")
+            while env.forming and self._is_over(group := next(iter(env.forming.values())), self.now):
+                self._close(group)
         for env in self.envs.values():
             limit = env.settings.max_age_seconds
             while limit is not None and env.expiring and env.expiring[0].pushed + limit < self.now:
@@ -458,6 +465,15 @@ class Pool:
 
     def _is_here(self, group: PooledGroup) -> bool:
         return self._groups.get(group.group_id) is group
+
+    def _is_over(self, group: PooledGroup, at: float) -> bool:
+        """Its time was up at `at`."""
+        return group.since + self.config.group_timeout_seconds <= at
+
+    def _close(self, group: PooledGroup) -> None:
+        """Lets a forming group whose time is up take no more rollouts."""
+        self._groups_of(group.env).remove(group)
+        self._put_back(group, f" after {self.config.group_timeout_seconds:g} s")
 
     def _put_back(self, group: PooledGroup, over: str = "") -> None:
         """Puts a forming group back that was taken out, unless it is too small, or nobody wants it.

@@ -221,7 +221,16 @@ class Leadership:
         decision = turn.decision
         if decision is not None and self._has_ended(decision, trainer):
             return
-        self._pending.drop(turn.drops)
+        pending = self._pending
+        decided = Decided(
+            read=pending.read,
+            decided=now,
+            since=pending.since,
+            began=self._began,
+            published=published,
+            is_held=decision is None,
+        )
+        pending.drop(turn.drops, decided)
         self._publish({} if trainer.is_finished else turn.allowances)
         if decision is None:
             self._report(self._end_of(trainer) or held)
@@ -229,10 +238,6 @@ class Leadership:
         # While no tickets are given, silence is what was asked for.
         self._envs.report_silent({} if self._wishes.is_draining else decision.dead, step)
         if decision.plan is not None:
-            pending = self._pending
-            decided = Decided(
-                read=pending.read, decided=now, since=pending.since, began=self._began, published=published
-            )
             self._commit(decision, decision.plan, trainer, started, decided)
             return
         self._is_idle = True

@@ -19,7 +19,7 @@ from rlbuffer.records.states import Reason
 from rlbuffer.records.step_plan import Drop, StepPlan
 from rlbuffer.store.leader import LeaderStore
 from rlbuffer.store.payloads import Trainable
-from rlbuffer.store.records import LeaderRead, PoolEntry
+from rlbuffer.store.records import Decided, LeaderRead, PoolEntry
 
 POOL_PAGE = 1000
 """Pool entries per read."""
@@ -116,7 +116,10 @@ class Pending:
             pushed = min(entry.pushed_ms / 1000, now)  # an id may lie ahead of the clock
             # Time in which no batcher ran does not count against a group that is not full yet.
             since = max(pushed, self.since)
-            group = self.batcher.add(entry.info, entry_id=entry.entry_id, now=since, pushed=pushed, replaces=replaces)
+            came = max(min(entry.came_ms / 1000, now), self.since) if entry.first_ms else since
+            group = self.batcher.add(
+                entry.info, entry_id=entry.entry_id, now=since, pushed=pushed, replaces=replaces, came=came
+            )
             self._reporter.stats.arrived(entry, group)
             env, _, number = entry.group_id.rpartition(".")
             if env == entry.env and _NUMBER.match(number):
@@ -144,12 +147,12 @@ class Pending:
         for env in list(self._tickets):
             self._store.close_tickets(env, self._tickets.pop(env))
 
-    def drop(self, drops: Iterable[Drop]) -> None:
-        """Carries out what the batcher decided to drop."""
+    def drop(self, drops: Iterable[Drop], decided: Decided | None = None) -> None:
+        """Carries out what the batcher decided to drop; `decided` says what it knew."""
         drops = tuple(drops)
         if not drops:
             return
-        self._store.drop([(d, [self._entries[e] for e in d.entry_ids]) for d in drops])
+        self._store.drop([(d, [self._entries[e] for e in d.entry_ids]) for d in drops], decided)
         self.batcher.dropped(drops)
         # A group that was trained before is only released: its place in the account stays.
         self._reporter.dropped(drop for drop in drops if not self._used.issuperset(drop.entry_ids))

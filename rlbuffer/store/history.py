@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from rlbuffer.records.states import ClosedBy, Reason
 from rlbuffer.records.step_plan import Drop
-from rlbuffer.store.records import PoolEntry
+from rlbuffer.store.records import Decided, PoolEntry
 
 NAMED_PUSHES = 64
 """Pushes of a dropped group that its record names one by one."""
@@ -33,7 +33,26 @@ class HistoryRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(HistoryRecord):
+class DecidedRecord(HistoryRecord):
+    """What a leader has decided, with what it knew (:class:`~rlbuffer.store.records.Decided`). The fields of what
+    operators or older versions did are None."""
+
+    read: str | None = None
+    """The last pool entry that the leader had read when it decided: what came later was not in its mind."""
+    decided: float | None = None
+    """When it decided, Unix seconds: the server's clock at the leader's takeover, and what has passed since."""
+    since: float | None = None
+    """The leader's takeover, by the same clock: no time before it counts against an env."""
+    began: float | None = None
+    """When the leader had read everything, by the same clock: at its takeover, or later where settings had changed."""
+    published: Mapping[str, int] | None = None
+    """Adapter ("" is all weights) -> the policy version that was announced then; -1: none."""
+    is_held: bool | None = None
+    """It could make no step then, and let go only what was too old."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(DecidedRecord):
     """A step was committed."""
 
     event = "step"
@@ -50,20 +69,10 @@ class Committed(HistoryRecord):
     """Env -> its figures, as in the step's header."""
     flat: int | None = None
     """Groups of it that teach nothing."""
-    read: str | None = None
-    """The last pool entry that the leader had read when it decided: what came later was not in its mind."""
-    decided: float | None = None
-    """When it decided, Unix seconds: the server's clock at the leader's takeover, and what has passed since."""
-    since: float | None = None
-    """The leader's takeover, by the same clock: no time before it counts against an env."""
-    began: float | None = None
-    """When the leader had read everything, by the same clock: at its takeover, or later where settings had changed."""
-    published: Mapping[str, int] | None = None
-    """Adapter ("" is all weights) -> the policy version that was announced then; -1: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped(HistoryRecord):
+class Dropped(DecidedRecord):
     """A group was dropped."""
 
     event = "drop"
@@ -100,7 +109,7 @@ class Dropped(HistoryRecord):
     """Of what was unused: which rollouts of the group."""
 
     @classmethod
-    def of(cls, drop: Drop, pushes: Sequence[PoolEntry]) -> Dropped:
+    def of(cls, drop: Drop, pushes: Sequence[PoolEntry], decided: Decided | None = None) -> Dropped:
         """The record of the drop of these pushes, at least one: once they are gone nobody knows more of them."""
         first = pushes[0]
         info = first.info
@@ -121,6 +130,7 @@ class Dropped(HistoryRecord):
             entry_id=first.entry_id,
             seconds=info.seconds if info is not None else None,
             pushes={_suffix(push): _named(push) for push in pushes} if len(pushes) <= NAMED_PUSHES else None,
+            **({} if decided is None else decided._asdict()),
         )
 
 

@@ -263,9 +263,9 @@ class LeaderStore(TicketStore):
         """Tombstones: ids of closed groups, the oldest first."""
         return [text(group_id) for group_id in self.look(lambda client: client.zrange(self.keys.closed, 0, -1))]
 
-    def drop(self, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]]) -> None:
-        """DROP, in calls of at most 500 entries."""
-        drop(self._led, self.keys, self.token, drops)
+    def drop(self, drops: Sequence[tuple[Drop, Sequence[PoolEntry]]], decided: Decided | None = None) -> None:
+        """DROP, in calls of at most 500 entries; `decided` is kept in the history."""
+        drop(self._led, self.keys, self.token, drops, decided)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 

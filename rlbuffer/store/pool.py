@@ -15,7 +15,7 @@ from rlbuffer.records.states import Reason, Trait
 from rlbuffer.records.step_plan import Drop
 from rlbuffer.store.history import Dropped
 from rlbuffer.store.keys import SUFFIX, Keys
-from rlbuffer.store.records import PoolEntry, Reused
+from rlbuffer.store.records import Decided, PoolEntry, Reused
 from rlbuffer.store.session import Entry, Fields, number, text
 from rlbuffer.wire import payload
 
@@ -138,10 +138,11 @@ def drop(
     keys: Keys,
     token: int | str,
     drops: Sequence[tuple[Drop, Sequence[PoolEntry]]],
+    decided: Decided | None = None,
 ) -> int:
     """DROP, in calls of at most :data:`DROP_ENTRIES` entries. -> pushes that left the pool.
 
-    An empty token is an operator's. Raises what `move` does.
+    An empty token is an operator's. `decided` is kept in the history. Raises what `move` does.
     """
     dropped = 0
     where = (keys.lease, keys.pool, keys.ledger, keys.closed, keys.garbage, keys.history, keys.meta, keys.reuse)
@@ -149,7 +150,7 @@ def drop(
         args: list[Any] = [token, keys.payload_prefix, HISTORY_ENTRIES, len(chunk)]
         for drop, entry_ids, pushes in chunk:
             closes = "1" if pushes and drop.reason in CLOSING_REASONS else "0"
-            record = _drop_record(drop, pushes) if pushes else b""
+            record = _drop_record(drop, pushes, decided) if pushes else b""
             args += [drop.group_id, drop.env, drop.reason, closes, record, len(entry_ids), *entry_ids]
         reply = move("drop", where, args)
         dropped += int(reply[1])
@@ -175,8 +176,8 @@ def _chunks(
         yield chunk
 
 
-def _drop_record(drop: Drop, entries: Sequence[PoolEntry]) -> bytes:
-    record = Dropped.of(drop, entries)
+def _drop_record(drop: Drop, entries: Sequence[PoolEntry], decided: Decided | None) -> bytes:
+    record = Dropped.of(drop, entries, decided)
     data = payload.dumps(record.as_object())
     if len(data) <= RECORD_BYTES:
         return data

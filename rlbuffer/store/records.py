@@ -51,9 +51,14 @@ class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Server ms of the rollouts' first push, when a scorer replaced an entry; 0 otherwise."""
 
     @property
+    def came_ms(self) -> int:
+        """Server time when the entry came, in milliseconds (the first half of the stream id)."""
+        return int(self.entry_id.split("-", 1)[0])
+
+    @property
     def pushed_ms(self) -> int:
-        """Server time when the rollouts were pushed, in milliseconds (the first half of the stream id)."""
-        return self.first_ms or int(self.entry_id.split("-", 1)[0])
+        """Server time when the rollouts were pushed first, in milliseconds."""
+        return self.first_ms or self.came_ms
 
     @property
     def jams(self) -> bool:
@@ -226,8 +231,8 @@ class LeaderRead:
 
 
 class Decided(NamedTuple):
-    """What a leader knew when it decided on a step, beside the groups: the same batcher that is told the same decides
-    the same again."""
+    """What a leader knew when it decided, beside the groups: the same batcher that is told the same decides the same
+    again."""
 
     read: str
     """The last pool entry that it had read."""
@@ -239,6 +244,8 @@ class Decided(NamedTuple):
     """When it had read everything, by the same clock: its memory is as old, and begins anew where settings change."""
     published: Mapping[str, int]
     """Adapter ("" is all weights) -> the policy version that was announced; -1: none."""
+    is_held: bool = False
+    """It could make no step then, and let go only what was too old."""
 
 
 class NotTrained(NamedTuple):

@@ -59,26 +59,16 @@ class _Leadership:
     """Its first one: a leadership begins with a takeover, with other settings, or behind steps that were taken back."""
     by_clock: bool
     """A decision may be another one though nothing came."""
-    timeout: float
-    """Seconds after which a group takes no more parts."""
     pending: dict[str, RecordedPush] = field(default_factory=dict)
-    since: dict[str, float] = field(default_factory=dict)
-    """Group -> when its first part came."""
     closed: set[str] = field(default_factory=set)
     used: dict[str, int] = field(default_factory=dict)
     """Entry of a group that was trained and may be again -> how often it was: a drop of one only releases it."""
     state: Mapping[str, Any] | None = None
 
-    def is_over(self, push: RecordedPush) -> bool:
-        """The group of this part took none any more when it came, which shows at a look alone."""
-        since = self.since.get(push.info.group_id)
-        return since is not None and since + self.timeout <= push.came
-
     def add(self, push: RecordedPush) -> None:
         self.pending[push.entry_id] = push
-        now = max(push.pushed, self.first.since)
-        self.since.setdefault(push.info.group_id, now)
-        self.batcher.add(push.info, entry_id=push.entry_id, now=now, pushed=push.pushed)
+        now, came = max(push.pushed, self.first.since), max(push.came, self.first.since)
+        self.batcher.add(push.info, entry_id=push.entry_id, now=now, pushed=push.pushed, came=came)
 
     def drop(self, drops: tuple[Drop, ...]) -> None:
         self.batcher.dropped(drops)
@@ -113,34 +103,32 @@ def repeat(recorded: Recorded, progress: Callable[[int], None] = lambda steps: N
     # What could not be trained was found when the step was made, and then another one was decided.
     broken = {drop.group_id for drop in recorded.drops if drop.reason == Reason.INVALID} - committed
     pushes = deque(push for push in recorded.pushes if push.info.group_id not in broken)
-    decided = deque(drop for drop in recorded.drops if drop.reason != Reason.INVALID)
+    turns = deque(recorded.drop_turns)
     before: Commit | None = None
-    leadership, drops, free_since = None, dict[tuple[str, ...], Drop](), 0.0
+    leadership, drops = None, dict[tuple[str, ...], Drop]()
+    free_since = until = 0.0
     for commit in recorded.commits:
         free_at, then = recorded.free_at(commit), partial(recorded.then, before, commit)
-        while decided and decided[0].at_ms < 1000 * commit.decided:
-            dropped = [decided.popleft()]
-            while decided and decided[0].at_ms == dropped[0].at_ms:  # of one turn
-                dropped.append(decided.popleft())
-            at = dropped[0].at_ms / 1000
+        while turns and turns[0].at < commit.decided:
+            turn = turns.popleft()
+            at = turn.at
             if leadership is None or at >= commit.began:
                 leadership = _led(leadership, commit, recorded)
-            if gone := {drop.group_id for drop in dropped if drop.reason in BY_OPERATORS}:
-                _read(leadership, commit, pushes, min((dropped[0].at_ms, 0), commit.read), drops)
+            if gone := {drop.group_id for drop in turn.drops if drop.reason in BY_OPERATORS}:
+                _read(leadership, pushes, min((turn.drops[0].at_ms, 0), commit.read))
                 leadership.lose(gone)
-            dropped = [drop for drop in dropped if drop.reason not in BY_OPERATORS]
-            if not dropped:
+            if all(drop.reason in BY_OTHERS for drop in turn.drops):
                 continue
             looked = max(free_at, leadership.first.began, free_since)
             _clock(leadership, commit, pushes, looked=looked, until=at, drops=drops, then=then)
-            at_drop = then(at, dropped)
-            _read(leadership, at_drop, pushes, max(map(recorded.newest_of, dropped)), drops)
-            _decide(leadership, at_drop, at, drops, is_held=at < free_at)
-            free_since = at
+            _read(leadership, pushes, turn.read)
+            is_held = at < free_at if turn.is_held is None else turn.is_held
+            _decide(leadership, then(at, turn), at, drops, is_held=is_held)
+            free_since = until = at
         leadership = _led(leadership, commit, recorded)
         looked = max(free_at, leadership.first.began, free_since)
         _clock(leadership, commit, pushes, looked=looked, until=commit.decided, drops=drops, then=then)
-        _read(leadership, commit, pushes, commit.read, drops)
+        _read(leadership, pushes, commit.read)
         decision = _decide(leadership, commit, commit.decided, drops)
         assert decision is not None
         if decision.plan is None or decision.plan.group_ids != commit.header.group_ids:
@@ -154,31 +142,22 @@ def repeat(recorded: Recorded, progress: Callable[[int], None] = lambda steps: N
         out.equal, before = out.equal + 1, commit
         progress(out.equal)
         leadership.commit(decision)
-        free_since = commit.step.committed_ms / 1000
-        while decided and decided[0].at_ms <= commit.step.committed_ms:  # of the same turn
-            drop = decided.popleft()
-            leadership.lose({drop.group_id} if drop.reason in BY_OPERATORS else set())
+        free_since, until = commit.step.committed_ms / 1000, commit.decided
+        while turns and turns[0].at <= until:  # of the same turn
+            leadership.lose({drop.group_id for drop in turns.popleft().drops if drop.reason in BY_OPERATORS})
     made = Counter((drop.group_id, str(drop.reason), drop.detail) for drop in drops.values())
     was_made = Counter(
         (drop.group_id, drop.reason, drop.detail)
         for drop in recorded.drops
-        if drop.reason not in BY_OTHERS and drop.at_ms <= 1000 * free_since
+        if drop.reason not in BY_OTHERS and recorded.decided_at(drop) <= until
     )
     out.drops, out.equal_drops = (made | was_made).total(), (made & was_made).total()
     return out
 
 
-def _read(
-    leadership: _Leadership,
-    commit: Commit,
-    pushes: deque[RecordedPush],
-    last: tuple[int, int],
-    drops: dict[tuple[str, ...], Drop],
-) -> None:
+def _read(leadership: _Leadership, pushes: deque[RecordedPush], last: tuple[int, int]) -> None:
     """Takes in the pushes up to this place in the pool."""
     while pushes and pushes[0].order <= last:
-        if leadership.is_over(pushes[0]):
-            _decide(leadership, commit, pushes[0].came, drops)
         leadership.add(pushes.popleft())
 
 
@@ -196,7 +175,7 @@ def _clock(
     while leadership.by_clock and looked < until:
         came = pushes[0].came if pushes and pushes[0].order <= commit.read else until
         looked = min(max(came, looked), looked + LOOK_SECONDS)
-        _read(leadership, commit, pushes, min((round(1000 * looked), sys.maxsize), commit.read), drops)
+        _read(leadership, pushes, min((round(1000 * looked), sys.maxsize), commit.read))
         if looked < until:
             _decide(leadership, then(looked), looked, drops)
 
@@ -212,8 +191,7 @@ def _led(before: _Leadership | None, commit: Commit, recorded: Recorded) -> _Lea
         state = at_step(before.state, step=commit.step.step - 1, progress=progress)
     config = config_of(recorded.archive, commit.step.revision)
     batcher = Batcher(config, state, needs_advantage=recorded.needs_advantage)
-    timeout = config.group_timeout_seconds
-    made = _Leadership(batcher=batcher, first=commit, timeout=timeout, by_clock=_goes_by_clock(config))
+    made = _Leadership(batcher=batcher, first=commit, by_clock=_goes_by_clock(config))
     if before is not None:
         made.closed, made.used, made.state = before.closed, before.used, state
         batcher.close(sorted(before.closed))

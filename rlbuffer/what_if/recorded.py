@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from statistics import fmean
 from typing import Any
 
@@ -58,6 +59,19 @@ class Commit:
         return mine == others
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropTurn:
+    """What was dropped at once, and what the leader knew, as far as the archive says it."""
+
+    at: float
+    """When, by the leader's clock; of what it did not decide, or says nothing of, by the server's."""
+    drops: tuple[DroppedGroup, ...]
+    read: tuple[int, int]
+    """Place in the pool of the last entry that the leader had read for certain."""
+    published: Mapping[str, int] | None
+    is_held: bool | None
+
+
 class Recorded:
     """A run of an archive."""
 
@@ -78,11 +92,24 @@ class Recorded:
         """Those of groups, and of parts of them."""
         return [*self.archive.dropped()]
 
-    @staticmethod
-    def newest_of(drop: DroppedGroup) -> tuple[int, int]:
-        """Place in the pool of its last push: the leader had read all up to there."""
-        pushes = drop.record.get("pushes") or {"": [None, None, drop.record.get("entry_id")]}
-        return max((entry_order(push[2]) for push in pushes.values() if push[2]), default=(0, 0))
+    @cached_property
+    def drop_turns(self) -> list[DropTurn]:
+        """In their order. What could not be trained is not among them: it was found when a step was made of it."""
+        drops = [drop for drop in self.drops if drop.reason != Reason.INVALID]
+        return [_turn_of(at, tuple(turn)) for at, turn in groupby(drops, key=self.decided_at)]
+
+    def decided_at(self, drop: DroppedGroup) -> float:
+        """Unix seconds: of a leader's turn by its clock, as commits have it; else of the drop by the server's."""
+        if "decided" in drop.record:
+            return float(drop.record["decided"])
+        # Of before 2026-11-30, or an operator's.
+        later = bisect_left(self._committed_ms, drop.at_ms)
+        of_turn = self.commits[later].decided if later < len(self.commits) else math.inf
+        return min(of_turn, drop.at_ms / 1000)
+
+    @cached_property
+    def _committed_ms(self) -> list[int]:
+        return [*accumulate((commit.step.committed_ms for commit in self.commits), max)]
 
     def before(self, commit: Commit) -> Commit | None:
         """The commit of the step before it; None of the first."""
@@ -92,7 +119,7 @@ class Recorded:
     def _by_digest(self) -> dict[str, Commit]:
         return {commit.step.digest: commit for commit in self.commits}
 
-    def then(self, before: Commit | None, commit: Commit, at: float, dropped: Sequence[DroppedGroup] = ()) -> Commit:
+    def then(self, before: Commit | None, commit: Commit, at: float, turn: DropTurn | None = None) -> Commit:
         """What the leader was about at a moment between two commits, when it dropped these: the step behind the first
         where settings have changed, or steps were taken back, since; and a policy version of then."""
         if before is None:
@@ -100,6 +127,9 @@ class Recorded:
         is_before = at < commit.began
         step = before.step if is_before else commit.step
         number = before.step.step + 1 if is_before else step.step
+        if turn is not None and turn.published is not None:
+            return replace(commit, step=replace(step, step=number), published=turn.published)
+        dropped = () if turn is None else turn.drops
         newest = [before.published.get("", -1), self._trained_by(at)]
         # A group drops as stale only when a version is out that is not.
         config = config_of(self.archive, step.revision)
@@ -234,6 +264,23 @@ def read(archive: Archive) -> Recorded:
             "(reader.add_record)"
         )
     return recorded
+
+
+def _turn_of(at: float, drops: tuple[DroppedGroup, ...]) -> DropTurn:
+    record = next((drop.record for drop in drops if "decided" in drop.record), drops[0].record)
+    return DropTurn(
+        at=at,
+        drops=drops,
+        read=entry_order(record["read"]) if record.get("read") else max(map(_newest_of, drops)),
+        published=record.get("published"),
+        is_held=record.get("is_held"),
+    )
+
+
+def _newest_of(drop: DroppedGroup) -> tuple[int, int]:
+    """Place in the pool of its last push."""
+    pushes = drop.record.get("pushes") or {"": [None, None, drop.record.get("entry_id")]}
+    return max((entry_order(push[2]) for push in pushes.values() if push[2]), default=(0, 0))
 
 
 def _commits(archive: Archive) -> list[Commit]:

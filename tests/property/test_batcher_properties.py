@@ -229,6 +229,35 @@ def play(config: BatcherConfig, moves: list[Any], account: Account) -> list[byte
     return said
 
 
+PARTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.floats(0.0, 40.0)), max_size=12)
+
+
+@given(parts=PARTS, looks=st.sets(st.integers(0, 11)))
+@settings(max_examples=200, deadline=None)
+def test_which_parts_join_a_group_does_not_depend_on_when_somebody_looked(parts: Any, looks: set[int]) -> None:
+    assert closed(parts, looks) == closed(parts, set())
+
+
+def closed(parts: list[tuple[int, int, float]], looks: set[int]) -> Any:
+    """What is dropped of these parts, and the tokens that are pending in the end, where somebody looked before some of
+    them."""
+    config = BatcherConfig(row_tokens=256, step_groups=1000, group_timeout_seconds=50.0, min_group_size=2)
+    batcher, now, drops = Batcher(config), 0.0, list[Any]()
+
+    def look() -> None:
+        found = batcher.next(1, world_size=1, now=now, rng=RNG).drops
+        batcher.dropped(found)
+        drops.extend((drop.group_id, drop.reason, drop.entry_ids, drop.detail) for drop in found)
+
+    for number, (which, first, seconds) in enumerate(parts):
+        now += seconds
+        if number in looks:
+            look()
+        batcher.add(group_info(f"g{which}", "e", [10], planned_size=4, first=first), entry_id=f"{number}-0", now=now)
+    look()
+    return sorted(drops), pending_tokens(batcher, "e")
+
+
 @given(config=CONFIGS | RULES, moves=PUSHES)
 @settings(max_examples=80, deadline=None)
 def test_every_rollout_is_pending_packed_or_dropped_and_never_two_of_them(config: BatcherConfig, moves: Any) -> None:
