@@ -11,6 +11,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -367,3 +368,22 @@ def test_a_file_that_lies_beside_another_run_is_not_compared_with_that_runs_serv
             assert ("server-settings" in out) == is_compared, (named, flags, out)
     finally:
         at_work.release()
+
+
+@pytest.mark.server
+def test_a_server_that_ends_with_its_last_user_keeps_no_run_from_starting(
+    home: Path, typed: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_work, find = embedded.ensure(home, ServerSettings()), embedded.find
+
+    def leaving(*arguments: Path) -> str | None:
+        address = find(*arguments)
+        at_work.release()
+        while find(*arguments) is not None:
+            time.sleep(0.01)
+        return address
+
+    monkeypatch.setattr(embedded, "find", leaving)
+    err = typed("serve", "--resume", "--run", "none", "--home", str(home))[2]
+    assert "cannot reach" not in err
+    assert "none" in err
