@@ -83,7 +83,7 @@ class EnvGroups:
         self.needs: Counter[str] = Counter()
         """What is missing -> forming groups that need it."""
         self.forming: OrderedDict[str, PooledGroup] = OrderedDict()
-        """By their first part, the oldest first: whose timeout comes next."""
+        """The oldest by :attr:`PooledGroup.since` first: whose time is up next."""
         self.expiring: deque[PooledGroup] = deque()
         """Groups in the order of their first push; empty where `max_age_seconds` is not set."""
         self.forming_tokens = 0
@@ -125,6 +125,12 @@ class EnvGroups:
         else:
             lane.forming.discard(group)
 
+    def make_older(self, group: PooledGroup, since: float, pushed: float) -> None:
+        """A forming group that was taken out began before: a scorer has pushed its first part again."""
+        group.since, group.pushed = since, min(group.pushed, pushed)
+        del self.forming[group.group_id]
+        self.expiring = deque(sorted(self.expiring, key=lambda group: group.pushed))
+
     def add(self, group: PooledGroup) -> None:
         """Puts a group where it belongs."""
         self._count(group, 1)
@@ -132,7 +138,11 @@ class EnvGroups:
         if group.is_ready:
             (lane.used if group.used else lane.ready).add(group)
             return
-        self.forming[group.group_id] = group
+        if group.group_id not in self.forming:
+            newest = next(reversed(self.forming.values()), group)
+            self.forming[group.group_id] = group
+            if group.since < newest.since:  # a scorer's push came, and not the one whose place it took
+                self.forming = OrderedDict(sorted(self.forming.items(), key=lambda item: item[1].since))
         if group.rollouts:
             lane.forming.add(group)
 
@@ -206,15 +216,14 @@ class Pool:
         """Merges one push into its group; an entry that is already here is ignored. `replaces` is gone then. -> the
         group, where this push is all of it, and nothing more is to come.
 
-        A group whose time was up when the push came is closed before: whether the push joins does not depend on when
-        somebody looked.
+        Groups of its env whose time was up when it came are closed before: what joins, and which group is ready first,
+        does not depend on when somebody looked.
         """
         if entry_id in self._entries:
             return None
         self.now = max(self.now, now)
+        self._close_over(self.env(info.env), now if came is None else came)
         group = self._groups.get(info.group_id)
-        if group is not None and not group.is_ready and self._is_over(group, now if came is None else came):
-            self._close(group)
         if replaces in self._entries and self._exchange(info, entry_id, replaces):
             return _alone(group, entry_id)
         self._entries[entry_id] = info.group_id
@@ -225,7 +234,10 @@ class Pool:
         if group is None:
             group = self._begin(info, now, pushed)
         elif not group.is_ready:
-            self._groups_of(group.env).remove(group)
+            env = self._groups_of(group.env)
+            env.remove(group)
+            if now < group.since:
+                env.make_older(group, now, now if pushed is None else pushed)
         why = group.take(entry_id, info, self.config.row_tokens)
         if why is not None:
             self._queue(drop_part(entry_id, info, why), {entry_id: info})
@@ -260,7 +272,10 @@ class Pool:
         env = self._groups_of(group.env)
         env.lane(group.adapter)  # it is sampled there, whatever becomes of the group
         if env.settings.max_age_seconds is not None:
+            is_older = env.expiring and group.pushed < env.expiring[-1].pushed
             env.expiring.append(group)
+            if is_older:
+                env.expiring = deque(sorted(env.expiring, key=lambda group: group.pushed))
         return group
 
     def _exchange(self, info: GroupInfo, entry_id: str, old: str) -> bool:
@@ -360,8 +375,7 @@ class Pool:
                     env.remove(group)
                     self._put_back(group, ", and its env is done")
         for env in self.envs.values():
-            while env.forming and self._is_over(group := next(iter(env.forming.values())), self.now):
-                self._close(group)
+            self._close_over(env, self.now)
         for env in self.envs.values():
             limit = env.settings.max_age_seconds
             while limit is not None and env.expiring and env.expiring[0].pushed + limit < self.now:
@@ -466,14 +480,15 @@ class Pool:
     def _is_here(self, group: PooledGroup) -> bool:
         return self._groups.get(group.group_id) is group
 
-    def _is_over(self, group: PooledGroup, at: float) -> bool:
-        """Its time was up at `at`."""
-        return group.since + self.config.group_timeout_seconds <= at
-
-    def _close(self, group: PooledGroup) -> None:
-        """Lets a forming group whose time is up take no more rollouts."""
-        self._groups_of(group.env).remove(group)
-        self._put_back(group, f" after {self.config.group_timeout_seconds:g} s")
+    def _close_over(self, env: EnvGroups, at: float) -> None:
+        """Lets forming groups whose time was up at `at` take no more rollouts."""
+        timeout = self.config.group_timeout_seconds
+        while env.forming:
+            group = next(iter(env.forming.values()))
+            if group.since + timeout > at:
+                return
+            env.remove(group)
+            self._put_back(group, f" after {timeout:g} s")
 
     def _put_back(self, group: PooledGroup, over: str = "") -> None:
         """Puts a forming group back that was taken out, unless it is too small, or nobody wants it.

@@ -138,7 +138,7 @@ class Leadership:
         """The step that was decided last and not made, when (monotonic), and why."""
         self._is_burst = False
         """The last turn took in groups, and made no step."""
-        self._began = pending.now
+        self._began = pending.read_at
         """When everything was read, on the batcher's clock."""
         self.ended: int | None = None
         """The step after which the run has ended, once it has."""
@@ -157,7 +157,7 @@ class Leadership:
             self._pending.restore()
             while self._pending.take_in().entries:
                 self._stay()
-        self._began = self._pending.now
+        self._began = self._pending.read_at
         extra = fields(
             "ready" if self._term.is_new else "read again",
             run=self._store.run,
@@ -184,6 +184,8 @@ class Leadership:
                 self._publish({})
                 self._report(watch.why)
                 return
+        if look.sources is None:
+            return  # the rest of the pool is read first: what has come in time is not late
         # A third of the CPU of a step of 32,768 rollouts, whose plan and parts are gone when it is made.
         with without_garbage_collection():
             self._lead(look)
@@ -208,7 +210,7 @@ class Leadership:
         published = {adapter: policy.version for adapter, policy in trainer.policies.items()}
         self._reporter.stats.published = published
         held = self._trainer.busy(look, self._config) or self._filling(look)
-        started, now = time.perf_counter(), self._pending.now
+        started, now = time.perf_counter(), self._pending.read_at
         turn = take_turn(
             batcher,
             step=step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,6 +61,9 @@ class Pending:
         """Entries of groups that were trained and may be again; they are in `_entries`, but not in the pool."""
         self.read = "0-0"
         """The last entry of the pool that was read."""
+        self.read_at = since
+        """When all was read that had come by then, on the batcher's clock, in whole milliseconds as entries have them.
+        Decisions are made as of then: a group whose time is up now may lack a part that came before."""
         self._tickets: dict[str, list[int]] = {}
         """env -> numbers of tickets whose groups are read, which are still out."""
         self.replaced = 0
@@ -100,8 +104,11 @@ class Pending:
 
     def take_in(self, *, block_seconds: float = 0.0, beats: Sequence[str] = ()) -> LeaderRead:
         """Looks at the run, and takes in the page of the pool that was read."""
+        asked, floor = math.floor(1000 * self.now) / 1000, self.read_at
         look = self._store.take_look(self.read, count=POOL_PAGE, block_seconds=block_seconds, beats=beats)
         now = self.now
+        if look.sources is not None:  # nothing is left unread
+            self.read_at = max(self.read_at, asked)
         undecodable: list[tuple[Drop, list[PoolEntry]]] = []
         for entry in look.entries:
             if entry.jams:
@@ -114,9 +121,10 @@ class Pending:
             self._entries[entry.entry_id] = entry
             replaces = self._replaced(entry)
             pushed = min(entry.pushed_ms / 1000, now)  # an id may lie ahead of the clock
-            # Time in which no batcher ran does not count against a group that is not full yet.
-            since = max(pushed, self.since)
-            came = max(min(entry.came_ms / 1000, now), self.since) if entry.first_ms else since
+            # Time in which no batcher ran does not count against a group that is not full yet; nor does it where the
+            # server's clock stands still, since what is new came after the last read.
+            came = max(min(entry.came_ms / 1000, now), floor)
+            since = max(pushed, self.since) if entry.first_ms else came
             group = self.batcher.add(
                 entry.info, entry_id=entry.entry_id, now=since, pushed=pushed, replaces=replaces, came=came
             )

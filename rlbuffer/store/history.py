@@ -46,7 +46,8 @@ class DecidedRecord(HistoryRecord):
     began: float | None = None
     """When the leader had read everything, by the same clock: at its takeover, or later where settings had changed."""
     published: Mapping[str, int] | None = None
-    """Adapter ("" is all weights) -> the policy version that was announced then; -1: none."""
+    """Adapter ("" is all weights) -> the policy version that was announced then; -1: none. Of a drop its adapter's
+    alone."""
     is_held: bool | None = None
     """It could make no step then, and let go only what was too old."""
 
@@ -113,6 +114,9 @@ class Dropped(DecidedRecord):
         """The record of the drop of these pushes, at least one: once they are gone nobody knows more of them."""
         first = pushes[0]
         info = first.info
+        if decided is not None:  # of many adapters a record of each drop would be long
+            adapters = {"", "" if info is None else info.adapter} & decided.published.keys()
+            decided = decided._replace(published={adapter: decided.published[adapter] for adapter in sorted(adapters)})
         return cls(
             group_id=drop.group_id,
             env=drop.env,

@@ -109,10 +109,10 @@ def repeat(recorded: Recorded, progress: Callable[[int], None] = lambda steps: N
     free_since = until = 0.0
     for commit in recorded.commits:
         free_at, then = recorded.free_at(commit), partial(recorded.then, before, commit)
-        while turns and turns[0].at < commit.decided:
+        while turns and turns[0].place(commit) < (commit.since, commit.decided):
             turn = turns.popleft()
             at = turn.at
-            if leadership is None or at >= commit.began:
+            if leadership is None or turn.place(commit) >= (commit.since, commit.began):
                 leadership = _led(leadership, commit, recorded)
             if gone := {drop.group_id for drop in turn.drops if drop.reason in BY_OPERATORS}:
                 _read(leadership, pushes, min((turn.drops[0].at_ms, 0), commit.read))
@@ -143,7 +143,7 @@ def repeat(recorded: Recorded, progress: Callable[[int], None] = lambda steps: N
         progress(out.equal)
         leadership.commit(decision)
         free_since, until = commit.step.committed_ms / 1000, commit.decided
-        while turns and turns[0].at <= until:  # of the same turn
+        while turns and turns[0].place(commit) <= (commit.since, commit.decided):  # of the same turn
             leadership.lose({drop.group_id for drop in turns.popleft().drops if drop.reason in BY_OPERATORS})
     made = Counter((drop.group_id, str(drop.reason), drop.detail) for drop in drops.values())
     was_made = Counter(

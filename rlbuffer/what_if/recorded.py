@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +23,10 @@ from rlbuffer.config.losses import needs_advantage
 from rlbuffer.config.recorded import settings_of
 from rlbuffer.errors import ArchiveError, ConfigError
 from rlbuffer.records.info import GroupInfo
+from rlbuffer.records.readable import readable
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
+from rlbuffer.store.history import DecidedRecord
 from rlbuffer.what_if.outcome import Fate, Outcome, oldest_of, outcome_of
 
 REWARDS = "the rewards and lengths of a policy that trained on other data are not known"
@@ -34,6 +37,7 @@ UNKNOWN: Mapping[str, str] = {
     "gateway": "how fast engines are, and how they slow down beside others, is not in the archive",
 }
 """Section of the settings -> why nothing is known of a run with others."""
+_ENTRY = re.compile(r"[0-9]{1,20}-[0-9]{1,20}\Z")
 DECIDED_BY_CONTENT = ("flat", "flat_by", "advantage", "advantage_scale", "oversized", "truncated", "adapters", "feeds")
 """Settings of the batcher whose effect is on what is learned, or on other processes."""
 
@@ -68,8 +72,14 @@ class DropTurn:
     drops: tuple[DroppedGroup, ...]
     read: tuple[int, int]
     """Place in the pool of the last entry that the leader had read for certain."""
+    since: float | None
+    """The leader's takeover; None, as the rest, where nobody says."""
     published: Mapping[str, int] | None
     is_held: bool | None
+
+    def place(self, commit: Commit) -> tuple[float, float]:
+        """Takeover and moment, to be compared with those of a commit: clocks of two leaders may differ."""
+        return commit.since if self.since is None else self.since, self.at
 
 
 class Recorded:
@@ -100,8 +110,9 @@ class Recorded:
 
     def decided_at(self, drop: DroppedGroup) -> float:
         """Unix seconds: of a leader's turn by its clock, as commits have it; else of the drop by the server's."""
-        if "decided" in drop.record:
-            return float(drop.record["decided"])
+        decided = readable(DecidedRecord, drop.record).get("decided")
+        if decided is not None:
+            return float(decided)
         # Of before 2026-11-30, or an operator's.
         later = bisect_left(self._committed_ms, drop.at_ms)
         of_turn = self.commits[later].decided if later < len(self.commits) else math.inf
@@ -122,13 +133,14 @@ class Recorded:
     def then(self, before: Commit | None, commit: Commit, at: float, turn: DropTurn | None = None) -> Commit:
         """What the leader was about at a moment between two commits, when it dropped these: the step behind the first
         where settings have changed, or steps were taken back, since; and a policy version of then."""
+        told = None if turn is None else turn.published
         if before is None:
-            return commit
-        is_before = at < commit.began
+            return commit if told is None else replace(commit, published={**commit.published, **told})
+        is_before = at < commit.began if turn is None else turn.place(commit) < (commit.since, commit.began)
         step = before.step if is_before else commit.step
         number = before.step.step + 1 if is_before else step.step
-        if turn is not None and turn.published is not None:
-            return replace(commit, step=replace(step, step=number), published=turn.published)
+        if told is not None:
+            return replace(commit, step=replace(step, step=number), published={**commit.published, **told})
         dropped = () if turn is None else turn.drops
         newest = [before.published.get("", -1), self._trained_by(at)]
         # A group drops as stale only when a version is out that is not.
@@ -267,13 +279,18 @@ def read(archive: Archive) -> Recorded:
 
 
 def _turn_of(at: float, drops: tuple[DroppedGroup, ...]) -> DropTurn:
-    record = next((drop.record for drop in drops if "decided" in drop.record), drops[0].record)
+    records = [readable(DecidedRecord, drop.record) for drop in drops]  # anybody may have written them
+    told = next((record for record in records if _ENTRY.match(record.get("read") or "")), {})
+    published: dict[str, int] = {}
+    for record in records:
+        published |= record.get("published") or {}
     return DropTurn(
         at=at,
         drops=drops,
-        read=entry_order(record["read"]) if record.get("read") else max(map(_newest_of, drops)),
-        published=record.get("published"),
-        is_held=record.get("is_held"),
+        read=entry_order(told["read"]) if told else max(map(_newest_of, drops)),
+        since=told.get("since"),
+        published=published or None,
+        is_held=told.get("is_held"),
     )
 
 

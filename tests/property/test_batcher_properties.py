@@ -229,33 +229,51 @@ def play(config: BatcherConfig, moves: list[Any], account: Account) -> list[byte
     return said
 
 
-PARTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.floats(0.0, 40.0)), max_size=12)
+PARTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "group": st.integers(0, 2),
+            "first": st.integers(0, 3),
+            "size": st.sampled_from([1, 1, 4]),
+            "seconds": st.floats(0.0, 40.0),
+            "look": st.none() | st.floats(0.0, 1.0),
+            "ago": st.just(0.0) | st.floats(0.0, 60.0),
+        }
+    ),
+    max_size=12,
+)
+"""Parts of groups: seconds after the one before, where in this time somebody looks, and how long before a scorer's push
+its rollouts came (0: no scorer pushed it)."""
 
 
-@given(parts=PARTS, looks=st.sets(st.integers(0, 11)))
-@settings(max_examples=200, deadline=None)
-def test_which_parts_join_a_group_does_not_depend_on_when_somebody_looked(parts: Any, looks: set[int]) -> None:
-    assert closed(parts, looks) == closed(parts, set())
+@given(parts=PARTS)
+@settings(max_examples=400, deadline=None)
+def test_what_groups_hold_and_their_order_do_not_depend_on_when_somebody_looked(parts: Any) -> None:
+    assert played(parts, has_looks=True) == played(parts, has_looks=False)
 
 
-def closed(parts: list[tuple[int, int, float]], looks: set[int]) -> Any:
-    """What is dropped of these parts, and the tokens that are pending in the end, where somebody looked before some of
-    them."""
-    config = BatcherConfig(row_tokens=256, step_groups=1000, group_timeout_seconds=50.0, min_group_size=2)
-    batcher, now, drops = Batcher(config), 0.0, list[Any]()
+def played(parts: list[Any], *, has_looks: bool) -> Any:
+    """What is dropped of these parts, the tokens that are pending in the end, and the groups of the next step."""
+    config = BatcherConfig(row_tokens=256, step_groups=2, group_timeout_seconds=50.0, min_group_size=2, max_age=0)
+    batcher, now, drops = Batcher(config), 100.0, list[Any]()
 
-    def look() -> None:
-        found = batcher.next(1, world_size=1, now=now, rng=RNG).drops
-        batcher.dropped(found)
-        drops.extend((drop.group_id, drop.reason, drop.entry_ids, drop.detail) for drop in found)
+    def look(at: float) -> tuple[str, ...]:
+        decision = batcher.next(1, world_size=1, now=at, rng=RNG)
+        batcher.dropped(decision.drops)
+        drops.extend((drop.group_id, drop.reason, drop.entry_ids, drop.detail) for drop in decision.drops)
+        return decision.plan.group_ids if decision.plan is not None else ()
 
-    for number, (which, first, seconds) in enumerate(parts):
-        now += seconds
-        if number in looks:
-            look()
-        batcher.add(group_info(f"g{which}", "e", [10], planned_size=4, first=first), entry_id=f"{number}-0", now=now)
-    look()
-    return sorted(drops), pending_tokens(batcher, "e")
+    for number, part in enumerate(parts):
+        if has_looks and part["look"] is not None:
+            look(now + part["look"] * part["seconds"])
+        now += part["seconds"]
+        info = group_info(f"g{part['group']}", "e", [10] * part["size"], planned_size=4, first=part["first"])
+        first = now - part["ago"]
+        replaces = f"{number}-1" if part["ago"] else ""
+        batcher.add(info, entry_id=f"{number}-2", now=first, pushed=first, replaces=replaces, came=now)
+    group_ids = look(now)
+    assert all(group.since + 50.0 > now for env in batcher.pools.values() for group in env.forming.values())
+    return sorted(drops), pending_tokens(batcher, "e"), group_ids
 
 
 @given(config=CONFIGS | RULES, moves=PUSHES)

@@ -116,3 +116,32 @@ def test_what_an_env_loses_is_said_at_once_unless_some_of_it_is_usual(reason: Re
     assert made.env("a").loss(made.now) == ("" if reason is Reason.STALE else f"{reason}: again")
     made.advance(5.0 + USUAL_SECONDS, 1)
     assert made.env("a").loss(made.now) == f"{reason}: again"
+
+
+@pytest.mark.parametrize("seconds", [49.0, 51.0])
+def test_a_group_is_as_old_as_its_first_part_though_another_came_before_a_scorer_pushed_that_again(
+    seconds: float,
+) -> None:
+    """As a leader knows it that has not read what the scorer replaced."""
+    made = pool(group_timeout_seconds=50.0, max_age_seconds=45.0, min_group_size=1)
+    parts = [make_group(group_id="g", rollout_ids=[f"g/{i}"], planned_size=4).info() for i in range(3)]
+    made.add(parts[0], "3-0", 3.0)
+    made.add(parts[1], "5-0", 0.0, 0.0, "0-0", 5.0)
+    made.advance(45.5, 1)
+    assert reasons(made) == [("g", "stale")]
+    made = pool(group_timeout_seconds=50.0, min_group_size=1)
+    made.add(parts[0], "3-0", 3.0)
+    made.add(parts[1], "5-0", 0.0, 0.0, "0-0", 5.0)
+    made.add(parts[2], "6-0", seconds)
+    assert reasons(made) == ([] if seconds < 50.0 else [("g", "late")])
+
+
+def test_a_group_that_came_before_those_that_were_read_first_is_not_trained_beyond_its_limit() -> None:
+    """A scorer has pushed it again, and no leader has read it before that."""
+    made = pool(max_age_seconds=45.0)
+    made.add(make_group(group_id="h", size=2).info(), "10-0", 10.0, 10.0)
+    made.add(make_group(group_id="g", size=2).info(), "11-0", 11.0, 0.0)
+    made.advance(46.0, 1)
+    assert reasons(made) == [("g", "stale")]
+    made.advance(55.5, 1)
+    assert reasons(made) == [("g", "stale"), ("h", "stale")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from daemon_runs import Served, start_trainer
 from store_runs import Run
 
 from rlbuffer.config.batcher import BatcherConfig
-from rlbuffer.daemon import lease_keeper
+from rlbuffer.daemon import lease_keeper, pending
 from rlbuffer.daemon.lease_keeper import LeaseKeeper
 from rlbuffer.errors import LeaseLost
 from rlbuffer.records.waiting import Wait, Waiting
@@ -23,8 +25,12 @@ LEASE_SECONDS = 1.0
 SLOW = BatcherConfig(64, step_groups=1, advantage=f"{__name__}:think", lookahead=5)
 
 
+IS_THINKING = threading.Event()
+
+
 def think(rewards: Any, lengths: Any, group: Any) -> Any:
     """An estimator that takes two and a half leases."""
+    IS_THINKING.set()
     time.sleep(2.5 * LEASE_SECONDS)
     return rewards - rewards.mean()
 
@@ -45,6 +51,22 @@ def test_steps_that_take_longer_than_the_lease_are_made_by_one_leader_while_anot
     served.wait_for(lambda: served.said("step", step=1), 60.0)
     assert len(served.said("ready")) == 1
     assert not served.said("leader", state="lost")
+
+
+def test_a_part_that_came_in_time_joins_however_late_the_leader_reads_it(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pending, "POOL_PAGE", 1)
+    run = served.run
+    start_trainer(run)
+    IS_THINKING.clear()
+    served.serve(replace(SLOW, group_timeout_seconds=LEASE_SECONDS, min_group_size=2))
+    run.push("a.0")
+    until(IS_THINKING.is_set)
+    for first in (0, 2):
+        run.push("a.1", rollout_ids=[f"a.1/{first}", f"a.1/{first + 1}"], planned_size=4)
+    served.wait_for(lambda: served.said("step", step=2), 60.0)
+    assert run.store.ledger().total().dropped == {}
 
 
 def test_whoever_waits_is_told_that_a_step_takes_long_to_make(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
