@@ -16,10 +16,11 @@ of every index and sum, and `EnvGroups.add`, which puts it where it belongs by t
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from heapq import heappop, heappush
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,8 @@ class EnvGroups:
     """One env's groups by adapter, and running sums of them. Only the pool changes it."""
 
     __slots__ = (
+        "_order",
+        "due",
         "expiring",
         "forming",
         "forming_tokens",
@@ -83,9 +86,12 @@ class EnvGroups:
         self.needs: Counter[str] = Counter()
         """What is missing -> forming groups that need it."""
         self.forming: OrderedDict[str, PooledGroup] = OrderedDict()
-        """The oldest by :attr:`PooledGroup.since` first: whose time is up next."""
-        self.expiring: deque[PooledGroup] = deque()
-        """Groups in the order of their first push; empty where `max_age_seconds` is not set."""
+        """In the order in which their first parts were read."""
+        self._order = count()
+        self.due: list[tuple[float, int, str]] = []
+        """A heap of what is or was forming, by :attr:`PooledGroup.since`: a scorer's push may be of the oldest."""
+        self.expiring: list[tuple[float, int, PooledGroup]] = []
+        """A heap of groups by their first push; empty where `max_age_seconds` is not set."""
         self.forming_tokens = 0
         self.ready_groups = 0
         """Those that were used before count, too."""
@@ -127,9 +133,14 @@ class EnvGroups:
 
     def make_older(self, group: PooledGroup, since: float, pushed: float) -> None:
         """A forming group that was taken out began before: a scorer has pushed its first part again."""
-        group.since, group.pushed = since, min(group.pushed, pushed)
-        del self.forming[group.group_id]
-        self.expiring = deque(sorted(self.expiring, key=lambda group: group.pushed))
+        group.since, group.pushed = min(group.since, since), min(group.pushed, pushed)
+        heappush(self.due, (group.since, next(self._order), group.group_id))
+        self.watch_age(group)
+
+    def watch_age(self, group: PooledGroup) -> None:
+        """Takes note of when the group will be too old, by the clock."""
+        if self.settings.max_age_seconds is not None:
+            heappush(self.expiring, (group.pushed, next(self._order), group))
 
     def add(self, group: PooledGroup) -> None:
         """Puts a group where it belongs."""
@@ -139,10 +150,8 @@ class EnvGroups:
             (lane.used if group.used else lane.ready).add(group)
             return
         if group.group_id not in self.forming:
-            newest = next(reversed(self.forming.values()), group)
-            self.forming[group.group_id] = group
-            if group.since < newest.since:  # a scorer's push came, and not the one whose place it took
-                self.forming = OrderedDict(sorted(self.forming.items(), key=lambda item: item[1].since))
+            heappush(self.due, (group.since, next(self._order), group.group_id))
+        self.forming[group.group_id] = group
         if group.rollouts:
             lane.forming.add(group)
 
@@ -154,8 +163,8 @@ class EnvGroups:
         """The groups in numbers; ages count from the adapter's `newest` version. Costs as much as versions are held."""
         ages: Counter[str] = Counter()
         for adapter, lane in self.lanes.items():
-            for version, count in chain(lane.forming.counts(), lane.ready.counts(), lane.used.counts()):
-                ages[str(max(0, newest.get(adapter, 0) - version))] += count
+            for version, groups in chain(lane.forming.counts(), lane.ready.counts(), lane.used.counts()):
+                ages[str(max(0, newest.get(adapter, 0) - version))] += groups
         return {
             "groups_ready": self.ready_groups,
             "groups_forming": len(self.forming),
@@ -236,8 +245,9 @@ class Pool:
         elif not group.is_ready:
             env = self._groups_of(group.env)
             env.remove(group)
-            if now < group.since:
-                env.make_older(group, now, now if pushed is None else pushed)
+            first = now if pushed is None else pushed
+            if now < group.since or first < group.pushed:
+                env.make_older(group, now, first)
         why = group.take(entry_id, info, self.config.row_tokens)
         if why is not None:
             self._queue(drop_part(entry_id, info, why), {entry_id: info})
@@ -271,11 +281,7 @@ class Pool:
         group = self._groups[info.group_id] = PooledGroup(info, since, pushed, uses)
         env = self._groups_of(group.env)
         env.lane(group.adapter)  # it is sampled there, whatever becomes of the group
-        if env.settings.max_age_seconds is not None:
-            is_older = env.expiring and group.pushed < env.expiring[-1].pushed
-            env.expiring.append(group)
-            if is_older:
-                env.expiring = deque(sorted(env.expiring, key=lambda group: group.pushed))
+        env.watch_age(group)
         return group
 
     def _exchange(self, info: GroupInfo, entry_id: str, old: str) -> bool:
@@ -378,8 +384,8 @@ class Pool:
             self._close_over(env, self.now)
         for env in self.envs.values():
             limit = env.settings.max_age_seconds
-            while limit is not None and env.expiring and env.expiring[0].pushed + limit < self.now:
-                group = env.expiring.popleft()
+            while limit is not None and env.expiring and env.expiring[0][0] + limit < self.now:
+                _, _, group = heappop(env.expiring)
                 if self._is_here(group):
                     waited = self.now - group.pushed
                     self.drop(group, Reason.STALE, f"{waited:.1f} s in the pool > max_age_seconds {limit:g}")
@@ -483,12 +489,12 @@ class Pool:
     def _close_over(self, env: EnvGroups, at: float) -> None:
         """Lets forming groups whose time was up at `at` take no more rollouts."""
         timeout = self.config.group_timeout_seconds
-        while env.forming:
-            group = next(iter(env.forming.values()))
-            if group.since + timeout > at:
-                return
-            env.remove(group)
-            self._put_back(group, f" after {timeout:g} s")
+        while env.due and env.due[0][0] + timeout <= at:
+            since, _, group_id = heappop(env.due)
+            group = env.forming.get(group_id)
+            if group is not None and group.since == since:
+                env.remove(group)
+                self._put_back(group, f" after {timeout:g} s")
 
     def _put_back(self, group: PooledGroup, over: str = "") -> None:
         """Puts a forming group back that was taken out, unless it is too small, or nobody wants it.

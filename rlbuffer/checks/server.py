@@ -300,17 +300,15 @@ def _differing(c: Context) -> Iterator[Finding]:
 
 def other_settings(loaded: Loaded) -> list[Finding]:
     """What an embedded server at work lacks of the settings that a run is to start with; nothing where none is."""
-    running = None if loaded.settings.redis_url else embedded.find(loaded.settings.home_dir)
-    if running is None:
+    if loaded.settings.redis_url:
         return []
-    context = Context(loaded=loaded)
-    try:
-        with _connected(context, running) as connection:
-            return [
-                replace(one, check="server-settings") for one in _differing(replace(context, connection=connection))
-            ]
-    except ServerUnreachable:
-        return []  # it ends with its last user: the run starts another one
+    context, found = Context(loaded=loaded), list[Finding]()
+    with suppress(ServerUnreachable):  # it ends with its last user: the run starts another one
+        running = embedded.find(loaded.settings.home_dir)
+        if running is not None:
+            with _connected(context, running) as connection:
+                found += _differing(replace(context, connection=connection))
+    return [replace(one, check="server-settings") for one in found]
 
 
 @check(lasts=True)

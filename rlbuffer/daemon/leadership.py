@@ -62,6 +62,8 @@ RANK_FRESH_SECONDS = 10.0
 """Ranks beat every second; one that is silent for longer may be of a trainer that is gone."""
 BURST_SECONDS = 0.005
 """Time left to what is pushed together with groups that make no step yet: a turn for each of them would be too many."""
+BACKLOG_SECONDS = 5.0
+"""Longest that no step is made while the pool is read. Groups that others push as fast may go on for ever."""
 
 
 class LeaderTerm:
@@ -138,6 +140,8 @@ class Leadership:
         """The step that was decided last and not made, when (monotonic), and why."""
         self._is_burst = False
         """The last turn took in groups, and made no step."""
+        self._whole_at = time.monotonic()
+        """When (monotonic) nothing was left unread."""
         self._began = pending.read_at
         """When everything was read, on the batcher's clock."""
         self.ended: int | None = None
@@ -184,8 +188,10 @@ class Leadership:
                 self._publish({})
                 self._report(watch.why)
                 return
-        if look.sources is None:
-            return  # the rest of the pool is read first: what has come in time is not late
+        if look.sources is not None:
+            self._whole_at = time.monotonic()
+        elif time.monotonic() - self._whole_at < BACKLOG_SECONDS:
+            return  # the rest of the pool is read first: how old its groups are goes by now
         # A third of the CPU of a step of 32,768 rollouts, whose plan and parts are gone when it is made.
         with without_garbage_collection():
             self._lead(look)

@@ -40,7 +40,8 @@ class DecidedRecord(HistoryRecord):
     read: str | None = None
     """The last pool entry that the leader had read when it decided: what came later was not in its mind."""
     decided: float | None = None
-    """When it decided, Unix seconds: the server's clock at the leader's takeover, and what has passed since."""
+    """As of when it decided, Unix seconds: it had read all that had come by then. By the server's clock at the leader's
+    takeover, and what has passed since."""
     since: float | None = None
     """The leader's takeover, by the same clock: no time before it counts against an env."""
     began: float | None = None

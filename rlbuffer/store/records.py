@@ -237,7 +237,8 @@ class Decided(NamedTuple):
     read: str
     """The last pool entry that it had read."""
     decided: float
-    """When, Unix seconds: the server's clock at its takeover, and what has passed since."""
+    """As of when, Unix seconds: it had read all that had come by then. By the server's clock at its takeover, and what
+    has passed since."""
     since: float
     """Its takeover, by the same clock."""
     began: float

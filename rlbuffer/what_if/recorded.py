@@ -26,7 +26,7 @@ from rlbuffer.records.info import GroupInfo
 from rlbuffer.records.readable import readable
 from rlbuffer.records.states import Reason
 from rlbuffer.records.step_header import StepHeader
-from rlbuffer.store.history import DecidedRecord
+from rlbuffer.store.history import DecidedRecord, Dropped
 from rlbuffer.what_if.outcome import Fate, Outcome, oldest_of, outcome_of
 
 REWARDS = "the rewards and lengths of a policy that trained on other data are not known"
@@ -154,7 +154,8 @@ class Recorded:
     def free_at(self, commit: Commit) -> float:
         """When the trainer had so few steps that this one could be made; 0 where nothing had to be trained first."""
         number = commit.step.step - 1 - self.config.lookahead
-        return max((at for at in self._trained_at.get(number, ()) if at <= commit.decided), default=0.0)
+        moments = self._trained_at.get(number, ())
+        return max((at for at in moments if at <= commit.step.committed_ms / 1000), default=0.0)
 
     def _trained_by(self, at: float) -> int:
         """The newest step that was said to be trained by then."""
@@ -289,15 +290,17 @@ def _turn_of(at: float, drops: tuple[DroppedGroup, ...]) -> DropTurn:
         drops=drops,
         read=entry_order(told["read"]) if told else max(map(_newest_of, drops)),
         since=told.get("since"),
-        published=published or None,
+        published=published if told else None,
         is_held=told.get("is_held"),
     )
 
 
 def _newest_of(drop: DroppedGroup) -> tuple[int, int]:
     """Place in the pool of its last push."""
-    pushes = drop.record.get("pushes") or {"": [None, None, drop.record.get("entry_id")]}
-    return max((entry_order(push[2]) for push in pushes.values() if push[2]), default=(0, 0))
+    record = readable(Dropped, drop.record)
+    pushes = record.get("pushes") or {"": [None, None, record.get("entry_id")]}
+    entries = [str(push[2]) for push in pushes.values() if len(push) > 2]
+    return max((entry_order(entry) for entry in entries if _ENTRY.match(entry)), default=(0, 0))
 
 
 def _commits(archive: Archive) -> list[Commit]:

@@ -136,6 +136,16 @@ def test_a_group_is_as_old_as_its_first_part_though_another_came_before_a_scorer
     assert reasons(made) == ([] if seconds < 50.0 else [("g", "late")])
 
 
+def test_a_group_is_as_old_as_its_first_part_after_a_takeover_too() -> None:
+    """Time without a leader does not count against what is missing, but makes nothing younger."""
+    made = pool(max_age_seconds=45.0)
+    for entry, index, pushed in (("3-0", 0, 3.0), ("5-0", 1, 0.0)):
+        part = make_group(group_id="g", rollout_ids=[f"g/{index}"], planned_size=4)
+        made.add(part.info(), entry, 20.0, pushed)
+    made.advance(45.5, 1)
+    assert reasons(made) == [("g", "stale")]
+
+
 def test_a_group_that_came_before_those_that_were_read_first_is_not_trained_beyond_its_limit() -> None:
     """A scorer has pushed it again, and no leader has read it before that."""
     made = pool(max_age_seconds=45.0)

@@ -125,6 +125,13 @@ def record(folder: Path, *, steps: int = STEPS, events: Events = Events(), **bat
         {"events": Events(takes_over=True)},
         {"events": Events(parts=2)},
         {"events": Events(parts=4), "group_timeout_seconds": 0.5, "min_group_size": 2, "order": "oldest_first"},
+        # What a leader that waits for the trainer lets go, and what rules that go by the clock do then.
+        {
+            "events": Events(train_seconds=0.1),
+            "spillover": "borrow",
+            "spill_after_seconds": 0.02,
+            "budgets": {"a": 0.3, "b": 0.7},
+        },
         # The last part of a group of b comes when its time is up, and often while the leader waits for the trainer.
         {"events": Events(parts=4, train_seconds=0.1), "group_timeout_seconds": 0.02, "min_group_size": 2},
         # A drop that a scorer's push overtakes is not in the history: so old that none is.

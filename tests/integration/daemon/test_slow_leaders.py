@@ -62,7 +62,7 @@ def test_a_part_that_came_in_time_joins_however_late_the_leader_reads_it(
     IS_THINKING.clear()
     served.serve(replace(SLOW, group_timeout_seconds=LEASE_SECONDS, min_group_size=2))
     run.push("a.0")
-    until(IS_THINKING.is_set)
+    assert IS_THINKING.wait(60)
     for first in (0, 2):
         run.push("a.1", rollout_ids=[f"a.1/{first}", f"a.1/{first + 1}"], planned_size=4)
     served.wait_for(lambda: served.said("step", step=2), 60.0)
