@@ -43,7 +43,7 @@ END_OF_SCREEN = b"\x1b[?1049l"
 """What a program sends when it leaves a screen of its own."""
 SEEN_STEPS = 20
 """Steps that a run has made before it is looked at."""
-FIRST, LAST = 0.4, 0.8
+FIRST, LAST = 0.4, 0.6
 """Mean reward of the first five steps at most, and of the last twenty at least."""
 
 
